@@ -96,7 +96,7 @@ class Clock(TrainerCallback):  # type: ignore[misc]
         """Stops after the last step."""
         if state.global_step == self._steps:
             loop = self._trainer.loop
-            loop.files.finish(loop.report, loop.config)
+            loop.files.finish()
             self._timed.seconds.append(time.perf_counter() - self._started)
 
 

@@ -37,8 +37,8 @@ from memsafe_rl.rollout.engine import Engine as Engine
 from memsafe_rl.rollout.engine import EngineContext as EngineContext
 from memsafe_rl.rollout.engine import register_engine as register_engine
 from memsafe_rl.rollout.engines.denoising import draw_samples as draw_samples
+from memsafe_rl.rollout.external.function_engine import EngineRequest as EngineRequest
 from memsafe_rl.rollout.external.function_engine import FunctionEngine as FunctionEngine
-from memsafe_rl.rollout.external.request import EngineRequest as EngineRequest
 from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment as GymEnvironment
 from memsafe_rl.rollout.multi_turn.other_libraries import HalfDuplex as HalfDuplex
 from memsafe_rl.rollout.multi_turn.protocol import Action as Action

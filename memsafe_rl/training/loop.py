@@ -94,7 +94,7 @@ class TrainingLoop:
         self._learning_rate = 0.0
         self.use(replace(setup, on_sampling=self.report.sampling, on_rewards=self.report.rewarded))
         self.state = RunState.at_start(setup.config, is_main=setup.parallel.is_main)
-        self.files = RunFiles()
+        self.files = RunFiles(setup.config, self.report)
         self.stop = StopRequest()
         self._begun = self._running = False
         setup.holdings.trajectory = self._trajectory_tensors
@@ -136,7 +136,7 @@ class TrainingLoop:
                 self.report.write(self.state)
                 self.report.notify("close")
             finally:
-                self.files.release(self.report, self.config)
+                self.files.release()
                 self._running = False
                 self.setup.return_weights()
         return self._end(started, first)
@@ -152,7 +152,7 @@ class TrainingLoop:
 
     def _stop_if_asked(self) -> None:
         """Ends the run between two steps, on all ranks where one was asked to."""
-        owed = self.files.owes(self.config, self.state.step)
+        owed = self.files.owes(self.state.step)
         asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), owed)])
         reason = next((reason for reason, _ in asked if reason), "")
         if reason:
@@ -218,7 +218,7 @@ class TrainingLoop:
         """Logs, evaluates, saves and stops as callbacks say."""
         state, report = self.state, self.report
         report.write(state)
-        self.files.finish(report, self.config, wait=False)
+        self.files.finish(wait=False)
         report.notify("on_progress", state.step, metrics)
         self._end_step()
         self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self.config.steps_per_rollout)
@@ -321,14 +321,14 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        if self._begun and not setup.shards.divided and self.files.owes(self.config, self.state.step):
+        if self._begun and not setup.shards.divided and self.files.owes(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()
             except SaveError as save_error:  # the error that ended the run matters more
                 logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
-            logger.warning("%s: %s", error, self.files.how_to_resume(self.config))
+            logger.warning("%s: %s", error, self.files.how_to_resume())
 
     def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
         """Notes which share of half-precision weights the step just done did not move."""
@@ -349,10 +349,10 @@ class TrainingLoop:
             setup.memory.enforce()
         self.make_optimizer()
         self._go_to_start()
-        checkpoint = self.files.claim(config, setup.parallel, resume)
+        checkpoint = self.files.claim(setup.parallel, resume)
         if checkpoint is not None:
             setup.recovery.repeat(Stage.RESUME, self._resume, checkpoint)
-        self.files.open_logs(self.state, self.report, checkpoint)
+        self.files.open_logs(self.state, checkpoint)
         progress, max_steps = self.state.progress, setup.planned_steps
         progress.max_steps = max_steps
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
@@ -411,7 +411,7 @@ class TrainingLoop:
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.report, self.state, saved, wait=wait)
+                self.files.save(self.setup, self.checkpoints, self.state, saved, wait=wait)
             else:
                 self.report.saved(self.state.progress)
             self.setup.parallel.wait()
@@ -420,7 +420,7 @@ class TrainingLoop:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
         write = self.checkpoints.writer()
         if self.setup.parallel.is_main:
-            self.files.save_model(folder, write, self.config)
+            self.files.save_model(folder, write)
         self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:
@@ -428,7 +428,7 @@ class TrainingLoop:
         setup, state = self.setup, self.state
         setup.parallel.wait()
         seconds = time.perf_counter() - started
-        self.files.finish(self.report, self.config)
+        self.files.finish()
         losses = [record["loss"] for record in state.history[first:]]
         totals = {
             "train_runtime": seconds,
@@ -442,7 +442,7 @@ class TrainingLoop:
         self.report.fire("on_train_end", state)
         if setup.parallel.is_main and not self.config.disable_tqdm:
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=self.config.rollout_rows)
-            summary(figures, then=self.files.what_follows(self.config))
+            summary(figures, then=self.files.what_follows())
         last = state.history[-1] if state.history else {}
         return TrainResult(state.step, totals["train_loss"], {**last, **totals})
 

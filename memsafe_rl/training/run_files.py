@@ -49,7 +49,8 @@ class _Writing(NamedTuple):
 class RunFiles:
     """Claims a run's folder, goes on in its logs, and writes its checkpoints; only the main rank writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: TrainerConfig, report: RunLog) -> None:
+        self._config, self._report = config, report
         self.folder: RunFolder | None = None
         self.saved_step = 0
         self._models: set[Path] = set()  # folders of this run's own, beside its run folder
@@ -62,25 +63,25 @@ class RunFiles:
         """Which run, and which of its starts, this is."""
         return RunMark() if self.folder is None else self.folder.mark
 
-    def owes(self, config: TrainerConfig, step: int) -> bool:
+    def owes(self, step: int) -> bool:
         """Whether steps were done that no checkpoint holds though one should; half restored, a run is in no step."""
-        return config.save_strategy != "no" and step > self.saved_step
+        return self._config.save_strategy != "no" and step > self.saved_step
 
-    def claim(self, config: TrainerConfig, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
+    def claim(self, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
         """Takes the folder for this run; gives the checkpoint to resume from, the same on all ranks."""
         found: list[Path | None] = []
         if parallel.is_main:
-            path, earlier = Path(config.output_dir), self.mark.run_id
-            self.folder = claim(path, resume or None, overwrite=config.overwrite_output_dir, own=earlier)
+            path, overwrite = Path(self._config.output_dir), self._config.overwrite_output_dir
+            self.folder = claim(path, resume or None, overwrite=overwrite, own=self.mark.run_id)
             found = [self.folder.checkpoint]
             if self.stop_asked():
                 logger.warning("%s was there before this start; it is removed", path / STOP_FILE)
         return parallel.gather(found)[0]
 
-    def open_logs(self, state: RunState, report: RunLog, checkpoint: Path | None) -> None:
+    def open_logs(self, state: RunState, checkpoint: Path | None) -> None:
         """Goes on in the run's logs, and takes over the records of the steps that a checkpoint builds on."""
         self.saved_step = step = state.step
-        folder = self.folder
+        folder, report = self.folder, self._report
         goes_on = folder is not None and folder.mark.start > 0
         if folder is not None:
             stamp = folder.mark.stamp
@@ -115,63 +116,49 @@ class RunFiles:
 
     def prepare(self, setup: TrainingSetup, checkpoints: Checkpoints, planned_steps: int) -> None:
         """Has memory made for copies, behind the first steps, where a checkpoint will be written beside training."""
-        config = setup.config
+        config = self._config
         due = config.save_strategy == "epoch" or (config.save_strategy == "steps" and config.save_steps < planned_steps)
         if due and self.folder is not None and _writes_beside(setup, checkpoints):
             self._prepared = self._writer.submit(checkpoints.prepared_copies())
 
     def save(
-        self,
-        setup: TrainingSetup,
-        checkpoints: Checkpoints,
-        report: RunLog,
-        state: RunState,
-        saved: Saved,
-        *,
-        wait: bool,
+        self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, wait: bool
     ) -> None:
         """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
 
         With `wait` it is there when this returns, whatever `save_in_background` says. Where this one, or the one that
         was still being written, cannot be, a `SaveError` is raised if `on_save_error` says so.
         """
-        self.finish(report, setup.config)
+        self.finish()
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
         try:
-            written = self._write(setup, checkpoints, report, state, saved, beside=beside)
+            written = self._write(setup, checkpoints, state, saved, beside=beside)
         except SaveError as error:
-            self._complain(error, setup.config)
+            self._complain(error)
             return
         self._writing = _Writing(progress, written)
         if not beside:
-            self.finish(report, setup.config)
+            self.finish()
 
     def _write(
-        self,
-        setup: TrainingSetup,
-        checkpoints: Checkpoints,
-        report: RunLog,
-        state: RunState,
-        saved: Saved,
-        *,
-        beside: bool,
+        self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, beside: bool
     ) -> Future[None]:
-        folder = checkpoint_folder(Path(setup.config.output_dir), state.step)
+        folder, repeat = checkpoint_folder(Path(self._config.output_dir), state.step), setup.recovery.repeat
         self.check_ours(folder)
-        if not report.write(state, durable=True):
+        if not self._report.write(state, durable=True):
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
-        content = setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.content, state, report, saved, copied=beside)
+        content = repeat(Stage.CHECKPOINT, checkpoints.content, state, self._report, saved, copied=beside)
         values = content, self.mark, state.progress.best_model_checkpoint
         if beside:
             return self._writer.submit(checkpoints.write, *values)
-        setup.recovery.repeat(Stage.CHECKPOINT, checkpoints.write, *values)
+        repeat(Stage.CHECKPOINT, checkpoints.write, *values)
         written: Future[None] = Future()
         written.set_result(None)
         return written
 
-    def finish(self, report: RunLog, config: TrainerConfig, *, wait: bool = True) -> None:
+    def finish(self, *, wait: bool = True) -> None:
         """Takes note of the checkpoint that was being written, and tells callbacks; without `wait`, if it is there."""
         writing = self._writing
         if writing is None or not (wait or writing.written.done()):
@@ -180,19 +167,20 @@ class RunFiles:
         try:
             writing.written.result()
         except SaveError as error:
-            self._complain(error, config)
+            self._complain(error)
         else:
             self.saved_step = writing.progress.global_step
-            report.saved(writing.progress)
+            self._report.saved(writing.progress)
 
-    def _complain(self, error: SaveError, config: TrainerConfig) -> None:
-        if config.on_save_error == "raise":
+    def _complain(self, error: SaveError) -> None:
+        if self._config.on_save_error == "raise":
             raise error
         logger.warning("%s", error)
 
-    def save_model(self, folder: Path, write: Callable[[Path], None], config: TrainerConfig) -> None:
+    def save_model(self, folder: Path, write: Callable[[Path], None]) -> None:
         """Writes weights into a folder; see `save_weights`."""
-        place, overwrite = folder.absolute(), bool(config.overwrite_output_dir)
+        config, place = self._config, folder.absolute()
+        overwrite = bool(config.overwrite_output_dir)
         if is_checkpoint(place) and place.parent.resolve() == Path(config.output_dir).resolve():
             raise ConfigError(
                 f"save_model was given {str(folder)!r}, the place of a checkpoint of this run, which holds the weights "
@@ -224,8 +212,9 @@ class RunFiles:
         (self.folder.path / STOP_FILE).unlink(missing_ok=True)
         return f"{self.folder.path / STOP_FILE} was found"
 
-    def how_to_resume(self, config: TrainerConfig) -> str:
+    def how_to_resume(self) -> str:
         """Says what was saved, and the command that goes on from there."""
+        config = self._config
         saved = checkpoint_folder(Path(config.output_dir), self.saved_step)
         if not saved.is_dir():
             why = "save_strategy is 'no'" if config.save_strategy == "no" else "no step was done"
@@ -237,17 +226,18 @@ class RunFiles:
             )
         return f"step {self.saved_step} is saved in {saved}; resume with: {_resume_command(config)}"
 
-    def what_follows(self, config: TrainerConfig) -> dict[str, str]:
+    def what_follows(self) -> dict[str, str]:
         """Gives commands for a run that has ended, by what they are for."""
+        config = self._config
         commands = {"report": shlex.join(["memsafe-rl", "report", config.output_dir])}
         if checkpoint_folder(Path(config.output_dir), self.saved_step).is_dir() and not config.save_only_model:
             commands["train longer"] = f"raise max_steps or num_train_epochs, then {_resume_command(config)}"
         return commands
 
-    def release(self, report: RunLog, config: TrainerConfig) -> None:
+    def release(self) -> None:
         """Lets other runs have the folder, after what is being written to it."""
         try:
-            self.finish(report, config)
+            self.finish()
         except SaveError as error:  # whatever ends the run matters more
             logger.warning("%s", error)
         finally:

@@ -12,7 +12,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.engine import EngineCapabilities, RolloutEngine
-from memsafe_rl.rollout.external.limits import drawn_by_limit
+from memsafe_rl.rollout.external.function_engine import drawn_by_limit
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.external.common import engine_of
 from tests.tiny import PAD_ID, tiny_model

@@ -21,9 +21,8 @@ from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
-from memsafe_rl.rollout.external.function_engine import FunctionEngine
+from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
-from memsafe_rl.rollout.external.request import EngineRequest
 from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, quiet, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 

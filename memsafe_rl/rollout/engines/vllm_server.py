@@ -20,8 +20,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
-from memsafe_rl.rollout.external.function_engine import FunctionEngine
-from memsafe_rl.rollout.external.request import EngineRequest, Row, request_of, seed_of
+from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
 from memsafe_rl.rollout.server.routes import Server, ServerError
 from memsafe_rl.rollout.server.weights import is_whole, written

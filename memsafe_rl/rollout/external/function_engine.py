@@ -1,10 +1,12 @@
-"""What engines of other libraries have in common, and an engine made of one function."""
+"""What engines of other libraries are asked for, what they have in common, and an engine made of one function."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,17 +17,102 @@ from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, se
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
-from memsafe_rl.rollout.external.limits import drawn_by_limit
-from memsafe_rl.rollout.external.request import EngineRequest, request_of
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding, refuse_settings
 from memsafe_rl.rollout.native.running_batch import opened
-from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from memsafe_rl.rollout.native.sequences import checked_limits
+from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
+
+Row = tuple[int, int]
+"""Index of a prompt, and of a sample in its group."""
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """The sequences of one rollout.
+
+    Args:
+        ids: token ids of each prompt.
+        rows: the sequences wanted, prompt by prompt.
+        keys: of each prompt's sequences; equal keys must draw alike.
+        settings: how tokens are drawn.
+        row_tokens: the longest prompt with a completion of full length, in tokens.
+        progress: receives counts of finished sequences; None for nobody.
+    """
+
+    ids: list[list[int]]
+    rows: list[Row]
+    keys: Sequence[Sequence[SequenceKey]]
+    settings: SamplingSettings
+    row_tokens: int
+    progress: Progress | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """The prompt of each sequence wanted, as token ids."""
+        return [self.ids[prompt] for prompt, _ in self.rows]
+
+    @property
+    def seeds(self) -> list[int]:
+        """A seed for each sequence wanted, the same in every attempt."""
+        return [seed_of(self.keys[prompt][sample]) for prompt, sample in self.rows]
+
+
+def request_of(
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    geometry: ModelGeometry,
+    progress: Progress | None = None,
+) -> EngineRequest:
+    """Reads prompts and keys."""
+    ids, limit = [prompt.tolist() for prompt in prompts], geometry.max_positions
+    for index, tokens in enumerate(ids):
+        whole = len(tokens) + settings.max_new_tokens
+        if not tokens:
+            raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the bos token.")
+        if limit is not None and whole > limit:
+            raise DataError(
+                f"Prompt {index} needs {whole} tokens with its completion, but the network has {limit} positions. "
+                "Shorten it, or lower max_completion_length."
+            )
+    rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
+    row_tokens = max(map(len, ids), default=0) + settings.max_new_tokens
+    return EngineRequest(ids, rows, keys, settings, row_tokens, progress)
+
+
+def seed_of(key: SequenceKey) -> int:
+    """Turns a sequence's key into a seed."""
+    digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
 
 DrawRows = Callable[[EngineRequest, RolloutPlan], Sequence[Completion]]
 """Draws one completion for each of a request's rows, under a plan."""
 
 PLAIN = frozenset({"max_new_tokens", "eos_token_ids", "temperature"})
 """Sampling settings that every engine must honour."""
+
+
+Draw = Callable[[Sequence[Tensor], Sequence[Sequence[SequenceKey]], SamplingSettings], list[Completion]]
+"""Takes prompts, for each its keys, and settings; draws one completion a key, in their order."""
+
+
+def drawn_by_limit(
+    draw: Draw,
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    limits: Sequence[int] | None,
+) -> list[Completion]:
+    """Draws one call for each different limit, and gives completions in the order of the prompts."""
+    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
+    found: dict[int, list[Completion]] = {}
+    for limit in sorted(set(limits)):
+        places = [place for place, own in enumerate(limits) if own == limit]
+        own = replace(settings, max_new_tokens=limit)
+        drawn = iter(draw([prompts[place] for place in places], [keys[place] for place in places], own))
+        found |= {place: [next(drawn) for _ in keys[place]] for place in places}
+    return [completion for place in range(len(prompts)) for completion in found[place]]
 
 
 class ExternalEngine(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
+from memsafe_rl.data.image_reader import ImagePromptReader
 from memsafe_rl.data.images import hollow
 from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer
 from memsafe_rl.errors import ConfigError
@@ -20,19 +22,34 @@ from memsafe_rl.models.batch_invariance import is_default, require
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
 from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter, family_of
-from memsafe_rl.models.loading import LoadedModel, eos_token_ids, load_model, load_tokenizer, name_of, read_config
+from memsafe_rl.models.loading import (
+    LoadedModel,
+    ModelFacts,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+    name_of,
+    read_config,
+)
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
-from memsafe_rl.training.assembly.images import (
-    image_reader,
-    refuse_beside_images,
-    require_shared_prompts,
-    without_image_tokens,
-)
 from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
 from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
+
+_TEXT = "If no prompt holds an image, pass the processor's tokenizer as processing_class."
+
+_READ_PROMPTS = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "sequence_bias": (),
+    "bad_words_ids": (),
+    "logits_processor": (),
+}
+"""Settings that look at the tokens of a prompt, which stored ids do not show, and what leaves them out."""
 
 
 class LanguageModels(ModelFactory):
@@ -52,7 +69,7 @@ class LanguageModels(ModelFactory):
         self.tokenizer = load_tokenizer(model, given, **where)
         self.processing_class = self.tokenizer if processor is None else processor
         text = prompt_reader(config, self.tokenizer, facts)
-        self._image_reader = None if processor is None else image_reader(processor, text, facts)
+        self._image_reader = None if processor is None else _image_reader(processor, text, facts)
         self.reader: PromptReader = self._image_reader or text
 
     def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:
@@ -103,7 +120,7 @@ class LanguageModels(ModelFactory):
         """Compares log-probs and decoding with the model's own logits."""
         check_adapter(adapter)
         if self._image_reader is not None:
-            require_shared_prompts(adapter)
+            _require_shared_prompts(adapter)
         if self._config.batch_invariant:
             require(adapter)
 
@@ -140,7 +157,7 @@ class LanguageModels(ModelFactory):
         ends = eos_token_ids(self.tokenizer, adapter.model)
         settings = self._config.sampling_settings(ends, tokenizer=self.tokenizer, declared=declared)
         if self._image_reader is not None:
-            settings = without_image_tokens(settings, language_model_of(adapter.model).config)
+            settings = _without_image_tokens(settings, language_model_of(adapter.model).config)
         check_settings(settings, adapter.geometry.vocab_size)
         return settings
 
@@ -167,7 +184,7 @@ class LanguageModels(ModelFactory):
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuses what takes the place of the engine that reads images."""
         if self._image_reader is not None:
-            refuse_beside_images(self._config, given)
+            _refuse_beside_images(self._config, given)
 
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""
@@ -186,6 +203,61 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
         )
     facts = read_config(wanted, trust_remote_code=config.trust_remote_code, told="critic")
     reader.bound(*prompt_room(config, facts, "critic"))
+
+
+# ------------------------------------------------------------------ prompts with images
+
+
+def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> ImagePromptReader:
+    """Makes what reads prompts with images."""
+    if not hasattr(processor.image_processor, "get_number_of_image_patches"):
+        raise ConfigError(
+            f"{type(processor.image_processor).__name__} does not say how many patches an image has. Pass the model's "
+            "own processor."
+        )
+    tokenizer = text.tokenizer
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    return ImagePromptReader(text, processor.image_processor, int(facts.config.image_token_id))
+
+
+def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> None:
+    """Refuses what a run whose prompts may hold images does not support yet."""
+    others = {
+        **{name: value is not None for name, value in given.items()},
+        **dict.fromkeys(config.engines_chosen, True),
+        "partial_rollout_tokens": config.partial_rollout_tokens is not None,
+        "fsdp": config.sharded,
+        "torch_compile": config.compile_mode is not None,
+    }
+    chosen = [name for name, is_set in others.items() if is_set]
+    if chosen:
+        raise ConfigError(
+            f"{chosen[0]} is set, which is not supported beside prompts with images: their rollouts run on this "
+            f"library's own engine, one process a copy of the weights. Leave it out. {_TEXT}"
+        )
+
+
+def _require_shared_prompts(adapter: ModelAdapter) -> None:
+    """Refuses a network that took a path on which it would read stored ids itself."""
+    if not (adapter.joins and adapter.decodes and adapter.packs_prompts):
+        raise ConfigError(
+            f"{type(adapter.model).__name__} gives other logits behind a shared prompt (the log says which), and there "
+            f"is no other way for prompts with images yet. {_TEXT}"
+        )
+
+
+def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSettings:
+    """Has no placeholder of an image be drawn, which would stand for no feature, and refuses what reads prompts."""
+    for name, neutral in _READ_PROMPTS.items():
+        if getattr(settings, name) != neutral:
+            raise ConfigError(
+                f"{name} is {getattr(settings, name)!r}, which reads the tokens of a prompt; prompts with images show "
+                f"none. Set it to {neutral!r}. {_TEXT}"
+            )
+    names = ("image_token_id", "video_token_id")
+    ids = {int(getattr(config, name)) for name in names if getattr(config, name, None) is not None}
+    return replace(settings, suppress_tokens=tuple(sorted({*settings.suppress_tokens, *ids})))
 
 
 def _matches(model: Any) -> bool:
