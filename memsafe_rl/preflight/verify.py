@@ -36,7 +36,7 @@ from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.loop import TrainingLoop
-from memsafe_rl.training.samples import Rollout
+from memsafe_rl.training.samples import Groups, Rollout
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
@@ -383,10 +383,10 @@ class _Comparison:
 
     def _sample(self, trial: TrainingSetup) -> list[Completion]:
         """Samples the probe's completions with the random streams of the run's first rollout."""
-        collector = Collector(trial)
+        collector, groups = Collector(trial), Groups(self._prompts, self._group, trial.config.seed, rollout=0)
         collector.plan(self._prompts)
         with trial.memory.phase(Phase.ROLLOUT):
-            return collector.generate(self._prompts, 0, self._group, range(self._rows), step=self._step)
+            return collector.generate(groups, range(self._rows), step=self._step)
 
     def _rollout(self, trial: TrainingSetup, completions: list[Completion]) -> tuple[Rollout, range]:
         """Scores the completions of the first plan run under this one's plan."""

@@ -30,12 +30,13 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.rewards.base import PendingScores
-from memsafe_rl.rollout.engine import RolloutEngine
+from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.training.algorithms.objectives import judge, reward_metrics
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
     Answers,
+    Groups,
     Rollout,
     Samples,
     build_trajectory,
@@ -46,7 +47,7 @@ from memsafe_rl.training.samples import (
     rollout_metrics,
 )
 from memsafe_rl.training.scorer import Scorer
-from memsafe_rl.training.setup import TrainingSetup
+from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.training.state import RunState
 from memsafe_rl.types import (
     AdvantageResult,
@@ -55,7 +56,6 @@ from memsafe_rl.types import (
     Phase,
     RolloutPlan,
     RolloutWork,
-    SequenceKey,
     Trajectory,
 )
 
@@ -100,12 +100,11 @@ class Collector:
         self.reader.forget()
         if self._config.partial_rollout_tokens is not None:
             return self._draw_partly(state)
-        cursor, group_size = state.cursor, self._config.num_generations
-        prompts = self._read(cursor.position, self._settings.prompts_per_rollout)
-        batch = self.episodes.begin(prompts, cursor.rollout, group_size) if self.episodes.played else None
-        self.plan(prompts, batch)
-        samples, answers = self._draw(prompts, cursor.rollout, group_size, state, batch=batch)
-        return Drawn(samples, answers, consumed=len(prompts.ids))
+        groups = self._groups(self._read(state.cursor.position, self._settings.prompts_per_rollout), state)
+        batch = self.episodes.begin(groups) if self.episodes.played else None
+        self.plan(groups.prompts, batch)
+        samples, answers = self._draw(groups, state, batch=batch)
+        return Drawn(samples, answers, consumed=len(groups.prompts.ids))
 
     def reward(self, drawn: Drawn, state: RunState) -> Drawn:
         """Waits for the rewards; under dynamic sampling, replaces groups whose rewards are all equal."""
@@ -139,7 +138,9 @@ class Collector:
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
         trajectory = self._repeat(judged, trajectory, advantages)
-        trajectory, assigned = self._repeat(self._assigned, trajectory, advantages, samples.group_size)
+        with host_memory():  # where the rollout is
+            rewards_B, size = advantages.rewards_B, samples.group_size
+            trajectory, assigned = self._repeat(self._setup.advantages.assign, trajectory, rewards_B, size)
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
@@ -158,9 +159,9 @@ class Collector:
 
         Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
         """
-        group_size = self._config.eval_generations
         prompts = self._repeat(self.reader, examples, phase=Phase.EVALUATE)
-        samples = self._rewarded(*self._draw(prompts, EVALUATION_ROLLOUT, group_size, state, phase=Phase.EVALUATE))
+        groups = Groups(prompts, self._config.eval_generations, self._config.seed, EVALUATION_ROLLOUT)
+        samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE))
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
         if self._setup.advantages.critics or self._settings.objectives or self._setup.adapter.time_separable:
             return metrics, None
@@ -208,65 +209,71 @@ class Collector:
 
     # ------------------------------------------------------------------ completions
 
-    def generate(
-        self, prompts: Prompts, rollout: int, group_size: int, rows: Sequence[int], *, first_prompt: int = 0, step: int
-    ) -> list[Completion]:
+    def generate(self, groups: Groups, rows: Sequence[int], *, step: int) -> list[Completion]:
         """Has the engine draw some rows with the weights as they are now."""
-        setup = self._setup
-        keys: dict[int, list[SequenceKey]] = {}
-        for row in rows:
-            prompt, sample = divmod(row, group_size)
-            key = SequenceKey(self._config.seed, rollout, first_prompt + prompt, sample)
-            keys.setdefault(prompt, []).append(key)
+        setup, keys = self._setup, groups.keys(rows)
         setup.recovery.repeat(Stage.PREPARE, setup.engine.synchronise, step)
         drawn = setup.engine.generate(
-            [prompts.ids[prompt] for prompt in keys],
+            [groups.prompts.ids[prompt] for prompt in keys],
             list(keys.values()),
             setup.sampling,
-            self.scorer.attempt(Stage.DRAW, self.work(prompts, group_size)),
+            self.scorer.attempt(Stage.DRAW, self.work(groups.prompts, groups.size)),
             setup.on_sampling,
         )
         setup.engine.release()
         return drawn
 
+    def draw_ahead(self, state: RunState, rollout: Rollout) -> None:
+        """Has the engine begin the rollout after this one, with the weights as they are, if the run needs another.
+
+        The lag is fixed: the weights of rollout k are those after rollout k - 2, however long drawing and learning
+        take, so that a run can be repeated. The first rollout is drawn alone.
+        """
+        setup, config, ahead = self._setup, self._config, self._setup.engine.supports.ahead
+        least = 1 if config.kl_stop_rule else config.steps_per_rollout
+        if ahead is None or state.step + least >= setup.planned_steps:
+            return
+
+        def begin(ahead: DrawsAhead) -> None:
+            prompts = self._read_now(state.cursor.position + rollout.consumed, self._settings.prompts_per_rollout)
+            groups = Groups(prompts, config.num_generations, config.seed, state.cursor.rollout + 1)
+            keys = list(groups.keys(range(groups.rows)).values())
+            ahead.begin(prompts.ids, keys, setup.sampling, setup.memory.rollout_plan)
+
+        with setup.memory.phase(Phase.ROLLOUT, compared=False):
+            setup.recovery.repeat(Stage.PREPARE, begin, ahead)
+
+    def _groups(self, prompts: Prompts, state: RunState, first: int = 0) -> Groups:
+        return Groups(prompts, self._config.num_generations, self._config.seed, state.cursor.rollout, first)
+
     def _draw(
-        self,
-        prompts: Prompts,
-        rollout: int,
-        group_size: int,
-        state: RunState,
-        *,
-        first_prompt: int = 0,
-        phase: Phase = Phase.ROLLOUT,
-        batch: EpisodeBatch | None = None,
+        self, groups: Groups, state: RunState, *, phase: Phase = Phase.ROLLOUT, batch: EpisodeBatch | None = None
     ) -> tuple[Samples, Answers]:
         """Draws this rank's rows, has them rewarded, and joins all ranks' rows; rewards may still be under way."""
-        setup, mine = self._setup, self._setup.parallel.share(len(prompts.ids) * group_size)
+        setup, mine = self._setup, self._setup.parallel.share(groups.rows)
         with setup.memory.phase(phase):
             if self.episodes.played:
-                batch = batch or self.episodes.begin(prompts, rollout, group_size, first_prompt)
-                given = self.episodes.play(batch, step=state.step)
+                given = self.episodes.play(batch or self.episodes.begin(groups), step=state.step)
             elif setup.draw_rollout is None:
-                drawn = self.generate(prompts, rollout, group_size, mine, first_prompt=first_prompt, step=state.step)
-                external = setup.engine.supports.is_external
-                given = ExternalRollout([prompts.ids[row // group_size] for row in mine], drawn, external=external)
+                drawn = self.generate(groups, mine, step=state.step)
+                given = ExternalRollout(groups.conditions(mine), drawn, external=setup.engine.supports.is_external)
             else:
-                given = self._drawn_by_user(prompts, group_size, mine)
-        return self._answered(prompts, group_size, mine, given, phase, state)
+                given = self._drawn_by_user(setup.draw_rollout, groups, mine)
+        return self._answered(groups, mine, given, phase, state)
 
     def _answered(
-        self, prompts: Prompts, group_size: int, mine: range, given: ExternalRollout, phase: Phase, state: RunState
+        self, groups: Groups, mine: range, given: ExternalRollout, phase: Phase, state: RunState
     ) -> tuple[Samples, Answers]:
         """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
         setup, gather = self._setup, self._setup.parallel.gather
-        texts = setup.models.shown(prompts, given.completions) if given.texts is None else given.texts
+        texts = setup.models.shown(groups.prompts, given.completions) if given.texts is None else given.texts
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
-            pending = self._begin_rewards(prompts, group_size, mine, given, texts, state)
+            pending = self._begin_rewards(groups, mine, given, texts, state)
         try:
             samples = Samples(
-                prompts=prompts,
-                group_size=group_size,
+                prompts=groups.prompts,
+                group_size=groups.size,
                 conditions=tuple(gather(given.conditions)),
                 completions=tuple(gather(given.completions)),
                 masks=None if given.masks is None else tuple(gather(given.masks)),
@@ -282,12 +289,10 @@ class Collector:
             raise
         return samples, Answers(pending, len(mine), answering)
 
-    def _drawn_by_user(self, prompts: Prompts, group_size: int, mine: range) -> ExternalRollout:
+    def _drawn_by_user(self, draw_rollout: DrawRollout, groups: Groups, mine: range) -> ExternalRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
         setup = self._setup
-        assert setup.draw_rollout is not None, "called only with a rollout_func"
-        repeated = [prompts.prompts[row // group_size] for row in mine]
-        output = setup.draw_rollout(copy.deepcopy(repeated))
+        output = draw_rollout(copy.deepcopy([groups.prompts.prompts[row // groups.size] for row in mine]))
         ends = {*setup.sampling.eos_token_ids, setup.models.processing_class.pad_token_id}
         vocab_size = setup.adapter.geometry.vocab_size
         given = setup.recovery.repeat(
@@ -363,36 +368,30 @@ class Collector:
 
     def _taken(self, gathered: Gathered, state: RunState) -> Drawn:
         """Takes whole groups as the rollout's samples and has them rewarded."""
-        groups, size = gathered.whole, self._config.num_generations
-        prompts = joined_prompts(groups)
-        rows = [completion for group in groups for completion in group.completions if completion is not None]
+        groups = self._groups(joined_prompts(gathered.whole), state)
+        rows = [completion for group in gathered.whole for completion in group.completions if completion is not None]
         mine = self._setup.parallel.share(len(rows))
-        given = ExternalRollout([prompts.ids[row // size] for row in mine], [rows[row] for row in mine])
-        samples, answers = self._answered(prompts, size, mine, given, Phase.ROLLOUT, state)
-        stale = tuple(group.rollout != state.cursor.rollout for group in groups for _ in range(size))
+        given = ExternalRollout(groups.conditions(mine), [rows[row] for row in mine])
+        samples, answers = self._answered(groups, mine, given, Phase.ROLLOUT, state)
+        stale = tuple(group.rollout != state.cursor.rollout for group in gathered.whole for _ in range(groups.size))
         samples = replace(samples, stale=stale)
         return Drawn(samples, answers, gathered.consumed, gathered.waiting, partial_metrics(gathered, samples))
 
     # ------------------------------------------------------------------ rewards and advantages
 
     def _begin_rewards(
-        self,
-        prompts: Prompts,
-        group_size: int,
-        mine: range,
-        given: ExternalRollout,
-        texts: Sequence[Any],
-        state: RunState,
+        self, groups: Groups, mine: range, given: ExternalRollout, texts: Sequence[Any], state: RunState
     ) -> PendingScores:
         """Calls every reward function once on this rank's rows, in prompt order; async ones may go on afterwards."""
-        examples = [prompts.examples[row // group_size] for row in mine]
+        prompts, size = groups.prompts, groups.size
+        examples = [prompts.examples[row // size] for row in mine]
         names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
-        attempt = self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, group_size), nullcontext)
+        attempt = self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, size), nullcontext)
         return self._setup.rewards.begin(
-            given.prompts or [copied(prompts.prompts[row // group_size]) for row in mine],
+            given.prompts or [copied(prompts.prompts[row // size]) for row in mine],
             list(texts),
             self._setup.models.plain(given.completions),
             columns,
@@ -415,14 +414,13 @@ class Collector:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
         if not self._config.dynamic_sampling:
             return samples, consumed
-        wanted, cursor = len(samples.prompts.ids), state.cursor
+        wanted = len(samples.prompts.ids)
         useful, spare = self._repeat(_parted, samples)
         for _ in range(self._config.dynamic_sampling_max_rounds):
             if len(useful.prompts.ids) >= wanted:
                 break
-            prompts = self._read(cursor.position + consumed, wanted)
-            drawn = self._draw(prompts, cursor.rollout, samples.group_size, state, first_prompt=consumed)
-            fresh = self._rewarded(*drawn)
+            prompts = self._read(state.cursor.position + consumed, wanted)
+            fresh = self._rewarded(*self._draw(self._groups(prompts, state, first=consumed), state))
             consumed += wanted
             more, flat = self._repeat(_parted, fresh)
             useful, spare = self._repeat(joined_pairs, (useful, spare), (more, flat))
@@ -433,12 +431,6 @@ class Collector:
         estimate = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
-
-    def _assigned(
-        self, trajectory: Trajectory, advantages: AdvantageResult, group_size: int
-    ) -> tuple[Trajectory, dict[str, float]]:
-        with host_memory():  # where the rollout is
-            return self._setup.advantages.assign(trajectory, advantages.rewards_B, group_size)
 
     # ------------------------------------------------------------------ what is logged
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.rollout.engine import RolloutScope
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.rollout.multi_turn.users import ModelUser
+from memsafe_rl.training.samples import Groups
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Completion, ModelGeometry, RolloutWork, SamplingSettings, SequenceKey
@@ -32,14 +32,11 @@ class Episodes:
         # whether completions may have several turns; a dry run, which has no environments, goes by the limits
         self.several_turns = (self.played or limited) and config.max_episode_turns != 1
 
-    def begin(self, prompts: Prompts, rollout: int, group_size: int, first_prompt: int = 0) -> EpisodeBatch:
+    def begin(self, groups: Groups) -> EpisodeBatch:
         """Resets the environments of this rank's rows, once."""
         setup, environments = self._setup, self._setup.environments
         assert environments is not None, "episodes are played in environments"
-        keys = {
-            row: SequenceKey(setup.config.seed, rollout, first_prompt + row // group_size, row % group_size)
-            for row in setup.parallel.share(len(prompts.ids) * group_size)
-        }
+        keys = {row: groups.key(row) for row in setup.parallel.share(groups.rows)}
         contexts = [geometry.max_positions for geometry in setup.readers.values() if geometry.max_positions]
         table = environments.table(
             self.draw_turns,
@@ -47,7 +44,7 @@ class Episodes:
             completion_tokens=setup.sampling.max_new_tokens,
             context_tokens=min(contexts, default=None),
         )
-        return environments.begin(prompts, keys, group_size, table)
+        return environments.begin(groups.prompts, keys, groups.size, table)
 
     def play(self, batch: EpisodeBatch, *, step: int) -> ExternalRollout:
         """Plays episodes to their ends."""

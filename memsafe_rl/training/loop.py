@@ -24,7 +24,6 @@ from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.training.ahead import draw_ahead
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
@@ -190,7 +189,7 @@ class TrainingLoop:
         with self.setup.gathered():
             rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
         if self.config.async_rollouts:
-            draw_ahead(self.setup, state, rollout)
+            self.collector.draw_ahead(state, rollout)
         self.report.table = rollout.table
         state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
         return rollout

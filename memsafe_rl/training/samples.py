@@ -18,7 +18,39 @@ from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training.algorithms.objectives import objective_advantages
-from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, Trajectory
+from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, SequenceKey, Trajectory
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Groups of completions to be drawn: prompts, and what names the random stream of each completion."""
+
+    prompts: Prompts  # P prompts
+    size: int  # completions per prompt
+    seed: int  # of the run
+    rollout: int  # index of the rollout
+    first: int = 0  # index of the first prompt among those of the rollout
+
+    @property
+    def rows(self) -> int:
+        """Completions to be drawn."""
+        return len(self.prompts.ids) * self.size
+
+    def key(self, row: int) -> SequenceKey:
+        """Names the random stream of a completion."""
+        prompt, sample = divmod(row, self.size)
+        return SequenceKey(self.seed, self.rollout, self.first + prompt, sample)
+
+    def keys(self, rows: Sequence[int]) -> dict[int, list[SequenceKey]]:
+        """Gives the keys of some completions, by prompt."""
+        found: dict[int, list[SequenceKey]] = {}
+        for row in rows:
+            found.setdefault(row // self.size, []).append(self.key(row))
+        return found
+
+    def conditions(self, rows: Sequence[int]) -> list[Tensor]:
+        """Gives the prompt ids that some completions follow."""
+        return [self.prompts.ids[row // self.size] for row in rows]
 
 
 @dataclass(frozen=True)
