@@ -95,12 +95,12 @@ def in_phase(phase: Phase) -> AbstractContextManager[None]:
 
 def charge(component: Component) -> AbstractContextManager[None]:
     """Attributes what this thread allocates inside to a component."""
-    return _charge(component) if _counters else _UNHEARD
+    return _marked("mark_component", component) if _counters else _UNHEARD
 
 
 def host_memory() -> AbstractContextManager[None]:
     """Declares that what this thread allocates inside stands for host memory, as a simulated device has to be told."""
-    return _host_memory() if _counters else _UNHEARD
+    return _marked("mark_host", True) if _counters else _UNHEARD
 
 
 def staging() -> AbstractContextManager[None]:
@@ -219,26 +219,18 @@ def _in_phase(phase: Phase) -> Iterator[None]:
 
 
 @contextmanager
-def _charge(component: Component) -> Iterator[None]:
+def _marked(mark: str, value: Component | bool) -> Iterator[None]:
+    """Sets one of the marks of `Counter` inside, and the mark before it again afterwards."""
     with ExitStack() as stack:
         for counter in _counters:
-            stack.callback(counter.mark_component, counter.mark_component(component))
-        yield
-
-
-@contextmanager
-def _host_memory() -> Iterator[None]:
-    with ExitStack() as stack:
-        for counter in _counters:
-            stack.callback(counter.mark_host, counter.mark_host(True))
+            setting = getattr(counter, mark)
+            stack.callback(setting, setting(value))
         yield
 
 
 @contextmanager
 def _staging() -> Iterator[None]:
-    with _host_memory(), ExitStack() as stack:
-        for counter in _counters:
-            stack.callback(counter.mark_others, counter.mark_others(True))
+    with _marked("mark_host", True), _marked("mark_others", True):
         yield
 
 
