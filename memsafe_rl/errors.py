@@ -6,7 +6,10 @@ Every message states what failed, the value that failed with its unit, and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 INTERRUPTED_CODE = 75
 """Exit code of a run that was asked to stop and can be resumed: EX_TEMPFAIL of sysexits.h."""
@@ -64,3 +67,9 @@ class MemoryBudgetError(MemsafeError, MemoryError):
         super().__init__(message)
         self.failure = failure
         self.held_bytes = dict(held_bytes or {})
+
+
+def texts_beside(module: str, name: str) -> Any:
+    """Reads a table of messages, in YAML, from the folder of a module's file."""
+    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

@@ -17,54 +17,12 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from memsafe_rl.errors import DataError
+from memsafe_rl.errors import DataError, texts_beside
 from memsafe_rl.rewards.base import Attempt, PendingScores, RewardScores, run_once
 from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.optim.optimizer import build_scheduler
 
-_LOSS = "pass the loss as loss_type, a function of log-ratios and advantages (docs/extending.md)"
-_ENGINE = "pass rollout_func, or an engine of your own as rollout_engine (docs/extending.md)"
-_ORDER = "prompts are read by position, without a dataloader; order the rows of train_dataset and set shuffle_dataset"
-_EVALUATION = "override evaluate(), or pass eval_dataset"
-_TOOLS = "pass tools or environment_factory (docs/agents.md)"
-_OPTIMIZER = "override create_optimizer(), which train() calls"
-_SAVING = "override save_model(), which every checkpoint calls"
-_HUB = "the repository is opened when the trainer is built; set hub_model_id and hub_private_repo"
-_MASKS = "pass what it changes as a loss of your own (loss_type, docs/extending.md)"
-
-INSTEAD = {
-    "compute_loss": _LOSS,
-    "_compute_loss": _LOSS,
-    "get_off_policy_mask": _MASKS,
-    "get_gamma_weights": _MASKS,
-    "get_high_entropy_mask": _MASKS,
-    "training_step": "a TrainerCallback is told of every step; the loss is loss_type's",
-    "_get_per_token_logps_and_entropies": "register an adapter for the model (register_adapter, docs/extending.md)",
-    "_generate": _ENGINE,
-    "_generate_single_turn": _ENGINE,
-    "_generate_and_score_completions": f"{_ENGINE}; advantages of your own are an advantage_estimator",
-    "_tool_call_loop": _TOOLS,
-    "_get_tool_suffix_ids": _TOOLS,
-    "_tokenize_prompts": "pass a processing_class with a chat template, or prompts that are texts",
-    "_log_completion_extra": "reward functions log by their argument log_extra",
-    "_log_metric": "reward functions log by their argument log_metric, callbacks in on_log",
-    "get_train_dataloader": _ORDER,
-    "_get_train_sampler": _ORDER,
-    "get_eval_dataloader": _EVALUATION,
-    "get_test_dataloader": _EVALUATION,
-    "_get_eval_sampler": _EVALUATION,
-    "prediction_step": _EVALUATION,
-    "evaluation_loop": _EVALUATION,
-    "predict": "use evaluate(), or model.generate()",
-    "get_decay_parameter_names": _OPTIMIZER,
-    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
-    "_save": _SAVING,
-    "_save_checkpoint": _SAVING,
-    "init_hf_repo": _HUB,
-    "hub_model_id": _HUB,
-    "create_model_card": "no model card is written; save_model() writes weights and tokenizer",
-    "hyperparameter_search": "build one trainer a trial",
-}
+INSTEAD = {name: entry["instead"] for entry in texts_beside(__file__, "instead.yaml") for name in entry["names"]}
 """By method or attribute that TRL's trainer has and ours lacks: what to do instead."""
 
 _GIVEN = ("prompt", "completion", "completion_ids")
