@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from memsafe_rl.config.alarm_rules import AlarmRules
+from memsafe_rl.errors import texts_beside
 
 STEPS_TO_END = 5
 """Steps in a row in which a rule must hold before its episode is over, so that what flickers is one episode."""
@@ -25,6 +26,9 @@ _LEAST_SECONDS_LOST = 1.0
 
 _LEAST_SPREAD = 1e-6  # standard deviation, relative to the mean, up to which equal float32 rewards may seem to differ
 _REWARD_SECONDS = ("time/reward/", "_seconds")
+_TEXTS = texts_beside(__file__, "alarms.yaml")
+_REMEDIES: Mapping[str, str] = _TEXTS.pop("remedies")
+"""What to do about a phase that has become slow."""
 
 
 class _Reading(NamedTuple):
@@ -58,8 +62,8 @@ class AlarmWatch:
 
     def observe_weights(self, step: int, share: float, rate: float) -> list[dict[str, Any]]:
         """Holds against the rules what a step has moved."""
-        limit = self._rules.lost_updates
-        return [] if limit is None else self._events(step, [("lost_updates", _lost_updates(share, rate, limit))])
+        limit, told = self._rules.lost_updates, "lost_updates"
+        return [] if limit is None else self._events(step, [(told, _share(told, share, limit, rate=rate))])
 
     def _events(self, step: int, readings: Iterable[tuple[str, _Reading]]) -> list[dict[str, Any]]:
         return [
@@ -95,7 +99,7 @@ class AlarmWatch:
         share, equal = _number(metrics, "completions/clipped_ratio"), _number(metrics, "frac_reward_zero_std")
         judges, kl = _judges(metrics), _number(metrics, "kl")
         if rules.truncation is not None and share is not None:
-            yield "truncation", _truncation(share, rules.truncation)
+            yield "truncation", _share("truncation", share, rules.truncation)
         if rules.judge_seconds is not None and judges:
             yield "judge_seconds", _slow_judge(judges, rules.judge_seconds)
         flat = _flat_rewards(metrics, first=step == 1)
@@ -138,41 +142,23 @@ class AlarmWatch:
         self._were_in_band = set(state.get("were_in_band", [""] if state.get("kl_was_in_band") else []))
 
 
-def _truncation(share: float, limit: float) -> _Reading:
-    sentence = (
-        f"{share:.1%} of the rollout's completions were cut off at max_completion_length (alarm from {limit:.1%}), and "
-        "are judged by an answer that they could not finish; raise max_completion_length, or set "
-        "mask_truncated_completions=True so that they do not teach."
-    )
-    return _Reading(share >= limit, share, limit, sentence)
+def _share(told: str, share: float, limit: float, **values: Any) -> _Reading:
+    """Reads a share that must stay below a limit."""
+    return _Reading(share >= limit, share, limit, _TEXTS[told].format(share=share, limit=limit, **values))
 
 
 def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
     name = max(judges, key=lambda judge: judges[judge])
-    seconds = judges[name]
-    sentence = (
-        f"The reward function {name} took {seconds:.1f} s for a rollout (alarm from {limit:g} s), and training waits "
-        "for it; write it as an async function whose requests run side by side, have it read fewer or shorter "
-        "completions, or bound it by reward_timeout_seconds."
-    )
-    return _Reading(seconds >= limit, seconds, limit, sentence, {"reward": name})
+    sentence = _TEXTS["judge_seconds"].format(name=name, seconds=judges[name], limit=limit)
+    return _Reading(judges[name] >= limit, judges[name], limit, sentence, {"reward": name})
 
 
 def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping[str, float]) -> _Reading:
-    known = "" if mean is None else f", the mean reward being {mean:.3g}"
-    sentence = (
-        f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}){known}: such groups teach "
-        "nothing; choose prompts that are neither always solved nor never, grade the reward more finely, raise "
-        "num_generations or temperature, or set dynamic_sampling=True."
-    )
-    if flat:
-        gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
-        sentence = (
-            f"Over all completions of the rollout, reward function {' and '.join(gave)}: it tells no completion from "
-            "another, so the model learns nothing from it; call it yourself on a few completions (log_completions=True "
-            "shows them), and see that it reads what the model writes."
-        )
-    return _Reading(share >= limit or bool(flat), share, limit, sentence)
+    if not flat:
+        known = "" if mean is None else f", the mean reward being {mean:.3g}"
+        return _share("equal_rewards", share, limit, known=known)
+    gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
+    return _Reading(True, share, limit, _TEXTS["flat_rewards"].format(gave=" and ".join(gave)))
 
 
 def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, float]:
@@ -187,28 +173,11 @@ def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, flo
     return found
 
 
-def _lost_updates(share: float, rate: float, limit: float) -> _Reading:
-    sentence = (
-        f"{share:.1%} of the trained bfloat16 weights that have a gradient were not moved by the step (alarm from "
-        f"{limit:.1%}, a small sample): at a learning rate of {rate:.3g} their updates are smaller than the rounding "
-        "of bfloat16, so that nothing of them is left, however many steps follow. Set master_weights=True (float32 "
-        "copies) or 'stochastic_rounding', with an optimizer named by optim; or keep trained weights in float32, with "
-        "bf16=True for the forward passes; or train an adapter (peft_config)."
-    )
-    return _Reading(share >= limit, share, limit, sentence)
-
-
 def _kl(value: float, band: tuple[float, float], objective: str, *, was_in_band: bool) -> _Reading:
     low, high = band
     of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
-    if value > high:
-        where, what, remedy = "above", "drifts away from", f"raise {beta} or lower learning_rate"
-    else:
-        where, what, remedy = "below", "hardly leaves", f"lower {beta} or raise learning_rate"
-    sentence = (
-        f"The KL to the reference{of} is {value:.3g} nats per token, {where} its band of {low:g} to {high:g}: the "
-        f"model {what} the reference; {remedy}."
-    )
+    text = _TEXTS["kl/above" if value > high else "kl/below"]
+    sentence = text.format(of=of, beta=beta, value=value, low=low, high=high)
     details = {"objective": objective} if objective else {}
     return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence, details)
 
@@ -221,36 +190,23 @@ def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading 
     usual, now = _medians(before), _medians(recent)
     drop = 1 - usual["step"] / now["step"] if now["step"] > 0 else 0.0
     slowest = max(_REMEDIES, key=lambda phase: now.get(phase, 0.0) - usual.get(phase, 0.0))
-    grown = f"from {usual.get(slowest, 0.0):.1f} to {now.get(slowest, 0.0):.1f} s"
-    sentence = (
-        f"A step with its rollout takes {now['step']:.1f} s where it took {usual['step']:.1f} s: throughput fell by "
-        f"{drop:.1%} (alarm from {limit:.1%}), mostly in the {slowest} phase ({grown}); {_REMEDIES[slowest]}."
+    sentence = _TEXTS["throughput_drop"].format(
+        now=now["step"],
+        usual=usual["step"],
+        drop=drop,
+        limit=limit,
+        phase=slowest,
+        before=usual.get(slowest, 0.0),
+        after=now.get(slowest, 0.0),
+        remedy=_REMEDIES[slowest],
     )
     broken = drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST
     return _Reading(broken, drop, limit, sentence)
 
 
-_LEANER_PLANS = "see in memory.jsonl whether failures made the plans leaner, and else who else uses the machine"
-_REMEDIES = {
-    "rollout": (
-        "see whether completions/mean_length has risen, and lower max_completion_length if it should not have; else "
-        "see who else uses the machine"
-    ),
-    "reward": "see in time/reward/* which reward function has become slow, and bound it by reward_timeout_seconds",
-    "score": _LEANER_PLANS,
-    "update": _LEANER_PLANS,
-    "optimizer": _LEANER_PLANS,
-}
-"""What to do about a phase that has become slow; what is not here does not count as a step's time."""
-
-
 def _retries(failures: int, limit: int) -> _Reading:
     times = "once" if failures == 1 else f"{failures} times"
-    sentence = (
-        f"Memory ran out {times} in the last {WINDOW_STEPS} steps (alarm from {limit}), and work was done again: no "
-        "result is changed, but time is lost; see with `memsafe-rl monitor` who else uses the device, or lower "
-        "memory_budget so that smaller plans are made."
-    )
+    sentence = _TEXTS["retries"].format(times=times, steps=WINDOW_STEPS, limit=limit)
     return _Reading(failures >= limit, failures, limit, sentence)
 
 
