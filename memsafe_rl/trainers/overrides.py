@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from memsafe_rl.errors import DataError, texts_beside
 from memsafe_rl.rewards.base import Attempt, PendingScores, RewardScores, run_once
-from memsafe_rl.training.hooks import Hooks
+from memsafe_rl.training.metrics.run_log import Hooks
 from memsafe_rl.training.optim.optimizer import build_scheduler
 
 INSTEAD = {name: entry["instead"] for entry in texts_beside(__file__, "instead.yaml") for name in entry["names"]}

@@ -38,8 +38,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.models.module_state import copy_weights
 from memsafe_rl.training.collector import Collector
-from memsafe_rl.training.hooks import Hooks
-from memsafe_rl.training.metrics.run_log import RunLog
+from memsafe_rl.training.metrics.run_log import Hooks, RunLog
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import Ending, RunState

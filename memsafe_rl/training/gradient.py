@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -107,9 +107,34 @@ class _Pass:
 
     @contextmanager
     def forward(self, network: ScoringAdapter) -> Iterator[None]:
-        """The contexts of a network's forward pass; its backward runs outside."""
-        with self.autocast(), kept_activations(network, self.plan):
+        """The context of a network's forward, whose activations stay, are made anew or move as the plan says.
+
+        Its backward may run outside.
+        """
+        plan = self.plan
+        with self.autocast(), ExitStack() as stack:
+            if plan.offload_activations:
+                stack.enter_context(offloaded(network.model.parameters()))
+            if plan.compile:
+                stack.enter_context(compiled_blocks(network.model, plan.compile))
+            stack.enter_context(network.recompute(plan.checkpointing))
             yield
+
+    def scores(self, rows: Sequence[int], columns: Sequence[int] | None = None, **wanted: Any) -> TokenScores:
+        """Scores the actions of some rows in one forward of the model, with a graph."""
+        scored = partial(
+            score_rows,
+            self.adapter,
+            self.trajectory,
+            rows,
+            columns,
+            temperature=self.terms.temperature,
+            tile=self.plan.logprob_tile,
+            with_entropy=self.terms.with_entropy,
+            **wanted,
+        )
+        with self.forward(self.adapter):
+            return self.shards.forward(self.adapter.model, scored)
 
     @contextmanager
     def balanced(self) -> Iterator[Callable[[LossResult], LossResult]]:
@@ -215,19 +240,8 @@ def _learn_from(
     """Adds the gradient of one micro-batch, and what is measured of it; its tensors are freed on return."""
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
-    scored = partial(
-        score_rows,
-        shared.adapter,
-        trajectory,
-        rows,
-        temperature=terms.temperature,
-        tile=shared.plan.logprob_tile,
-        with_entropy=terms.with_entropy,
-        packed=packed,
-        value_head=critic.head if critic is not None and critic.shares_forward else None,
-    )
-    with shared.forward(shared.adapter):
-        scores = shared.shards.forward(shared.adapter.model, scored)
+    head = critic.head if critic is not None and critic.shares_forward else None
+    scores = shared.scores(rows, packed=packed, value_head=head)
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
@@ -246,8 +260,7 @@ def _learn_from(
 
 def check_separable(settings: LossSettings) -> None:
     """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
-    fitting = (one.name for one in LOSSES.values() if one.traits.separable and not one.traits.tokens_only)
-    separable = ", ".join(fitting)
+    separable = ", ".join(one.name for one in LOSSES.values() if one.traits.separable and not one.traits.tokens_only)
     remedies = {
         "importance_sampling_level": "importance_sampling_level='token' in GRPOConfig",
         "off_policy_mask_threshold": "off_policy_mask_threshold=None",
@@ -301,17 +314,7 @@ def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
 def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int]) -> TokenScores:
     """Adds the gradient of the policy's loss over a rectangle, and gives its scores, detached."""
     terms, trajectory = shared.terms, shared.trajectory
-    with shared.forward(shared.adapter):
-        scores = score_rows(
-            shared.adapter,
-            trajectory,
-            rows,
-            columns,
-            temperature=terms.temperature,
-            tile=shared.plan.logprob_tile,
-            with_entropy=terms.with_entropy,
-            with_kl=terms.settings.beta != 0.0,
-        )
+    scores = shared.scores(rows, columns, with_kl=terms.settings.beta != 0.0)
     inputs = loss_inputs(trajectory, rows, terms, scores, columns)
     shared.backward(policy_loss(inputs, terms.settings, terms.denominators).loss)
     parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}
@@ -427,18 +430,6 @@ def _critic_gradient(
         share = value_share(shared.trajectory, rows, shared.terms, values_BT, columns)
         shared.backward(share.loss)
     return share
-
-
-@contextmanager
-def kept_activations(adapter: ScoringAdapter, plan: UpdatePlan) -> Iterator[None]:
-    """Has a forward keep, recompute or offload its activations as the plan says; its backward may run outside."""
-    with ExitStack() as stack:
-        if plan.offload_activations:
-            stack.enter_context(offloaded(adapter.model.parameters()))
-        if plan.compile:
-            stack.enter_context(compiled_blocks(adapter.model, plan.compile))
-        stack.enter_context(adapter.recompute(plan.checkpointing))
-        yield
 
 
 def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:

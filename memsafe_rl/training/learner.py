@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Learner:
     def _loss_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
         trajectory, config = rollout.trajectory, self._config
         masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
-        counts = self._repeat(Stage.PREPARE, _counted_actions, trajectory)
+        counts = self._repeat(Stage.PREPARE, attrgetter("counted_actions"), trajectory)
         tokens = sum(counts[row] for row in rows)
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
         counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
@@ -213,24 +214,22 @@ class Learner:
     # ------------------------------------------------------------------ micro-batches
 
     def gradient(
-        self, rollout: Rollout, rows: Sequence[int], terms: StepTerms, *, step: int
-    ) -> tuple[Rollout, StepGradient]:
-        """Accumulates a step's gradient over micro-batches, ranks and objectives; moves no weight."""
-        if not terms.objectives:
-            return self.accumulate(rollout, rows, terms)
-        return self._setup.combiner.accumulate(self._setup, self.accumulate, rollout, rows, terms, step=step)
-
-    def accumulate(
         self,
         rollout: Rollout,
         rows: Sequence[int],
         terms: StepTerms,
         *,
+        step: int,
         view: Callable[[Trajectory], Trajectory] = as_it_is,
         gradients_aside: int = 0,
     ) -> tuple[Rollout, StepGradient]:
-        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks."""
+        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks.
+
+        Of several objectives, each has its own before they are merged. No weight moves.
+        """
         setup, committer = self._setup, self._setup.committed
+        if terms.objectives:
+            return setup.combiner.accumulate(setup, partial(self.gradient, step=step), rollout, rows, terms, step=step)
 
         def accumulate(plan: UpdatePlan) -> tuple[Rollout, StepGradient]:
             setup.make_room(plan)
@@ -387,10 +386,6 @@ def _check_commit_fits(setup: TrainingSetup) -> None:
             f"{format_bytes(setup.memory.budget_bytes)}.",
             held_bytes={str(component): size for component, size in held.items()},
         )
-
-
-def _counted_actions(trajectory: Trajectory) -> Sequence[int]:
-    return trajectory.counted_actions
 
 
 def _fresh_logprobs(trajectory: Trajectory, gradient: StepGradient) -> list[tuple[int, Tensor]]:

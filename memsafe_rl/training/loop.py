@@ -27,9 +27,8 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
-from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.learner import Learner, make_committer
-from memsafe_rl.training.metrics.run_log import RunLog
+from memsafe_rl.training.metrics.run_log import Hooks, RunLog
 from memsafe_rl.training.metrics.step_metrics import WeightSample
 from memsafe_rl.training.run_files import RunFiles
 from memsafe_rl.training.samples import Rollout

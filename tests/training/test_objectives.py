@@ -220,10 +220,11 @@ def test_merging_every_micro_batch_is_another_thing(tmp_path: Path) -> None:
         own = [
             row for row in chosen if not math.isnan(trainer.loop.state.rollout.trajectory.objective_values[index][row])
         ]
-        trainer.loop.learner.accumulate(
+        trainer.loop.learner.gradient(
             trainer.loop.state.rollout,
             own,
             terms.objectives[index],
+            step=0,
             view=partial(as_seen_by, index=index),
             gradients_aside=1 - index,
         )

@@ -150,7 +150,7 @@ def gradient_metrics(
 
 
 Accumulate = Callable[..., tuple["Rollout", StepGradient]]
-"""Accumulates the gradient of some rows over micro-batches and ranks; see `Learner.accumulate`."""
+"""Accumulates the gradient of some rows over micro-batches and ranks; see `Learner.gradient`."""
 
 
 class Combiner:

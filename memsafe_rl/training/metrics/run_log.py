@@ -8,11 +8,14 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
@@ -22,14 +25,25 @@ from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.base import RewardScores
-from memsafe_rl.training.hooks import Hooks
 from memsafe_rl.training.metrics.step_metrics import averages
+from memsafe_rl.training.optim.optimizer import build_scheduler
 from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
 
 _WISHES = ("should_log", "should_evaluate", "should_save")
 """What callbacks ask for at the end of a step, but for the end of training, after which a run may be resumed."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Steps of the loop that a user's subclass of a trainer does in its own way; None where nobody replaces one."""
+
+    create_optimizers: Callable[[int], object] | None = None  # for so many steps; hands them to the loop itself
+    create_scheduler: Callable[[torch.optim.Optimizer, Any, int], Any] = build_scheduler
+    evaluate: Callable[[], Mapping[str, float]] | None = None
+    log: Callable[[dict[str, Any]], object] | None = None
+    save_model: Callable[[Path], object] | None = None  # writes a checkpoint's weights into a folder
 
 
 class RunLog:
