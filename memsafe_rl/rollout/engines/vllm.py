@@ -211,8 +211,7 @@ class _Run:
     """One rollout on an engine: requests enter as rows become free, the first of each prompt ahead of its group."""
 
     def __init__(self, engine: Any, asked: EngineRequest, plan: RolloutPlan) -> None:
-        self._engine, self._ids, self._keys, self._settings = engine, asked.ids, asked.keys, asked.settings
-        self._rows, self._progress = max(1, plan.rows_in_flight), asked.progress
+        self._engine, self._request, self._rows = engine, asked, max(1, plan.rows_in_flight)
         self._waiting: list[Row] = sorted(asked.rows, key=lambda row: (-len(asked.ids[row[0]]), row))
         self._running: dict[str, Row] = {}
         self._read: set[int] = set()
@@ -237,14 +236,13 @@ class _Run:
                 self._ended[self._running.pop(output.request_id)] = self._completion(output.outputs[0])
             if finished:
                 patience = self._patience()
-                if self._progress is not None:
-                    self._progress(len(self._ended), total)
+                if self._request.progress is not None:
+                    self._request.progress(len(self._ended), total)
         return self._ended
 
     def _patience(self) -> int:
         """Steps within which a sequence must end, however often others push it aside and it is read again."""
-        longest = max(map(len, self._ids)) + self._settings.max_new_tokens
-        return 1000 + 4 * longest * self._rows
+        return 1000 + 4 * self._request.row_tokens * self._rows
 
     def _admit(self) -> None:
         reading = {prompt for prompt, _ in self._running.values()} - self._read
@@ -256,9 +254,8 @@ class _Run:
                 continue
             if prompt not in self._read:
                 reading.add(prompt)
-            name = f"{prompt}-{sample}"
-            params = _sampling(self._settings, self._keys[prompt][sample])
-            self._engine.add_request(name, {"prompt_token_ids": self._ids[prompt]}, params)
+            name, params = f"{prompt}-{sample}", _sampling(self._request.settings, self._request.key(row))
+            self._engine.add_request(name, {"prompt_token_ids": self._request.ids[prompt]}, params)
             self._running[name] = row
             self._waiting.remove(row)
 
@@ -267,7 +264,7 @@ class _Run:
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
         if not all(map(math.isfinite, logprobs)):
             raise MemsafeError("vLLM gave a token no finite log-prob. Leave use_vllm out to decode with our engine.")
-        return completion_of(tokens, logprobs, self._settings, finished=output.finish_reason == "stop")
+        return completion_of(tokens, logprobs, self._request.settings, finished=output.finish_reason == "stop")
 
 
 def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:

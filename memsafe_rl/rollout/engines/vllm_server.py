@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import requests
 import torch
@@ -16,6 +15,7 @@ from requests.adapters import HTTPAdapter
 from torch import Tensor
 
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
@@ -30,7 +30,6 @@ from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, Sequence
 logger = logging.getLogger(__name__)
 
 NAME = "vllm_server"
-T = TypeVar("T")
 
 _THREADS = 64  # requests under way at once, over all servers
 _PASSES = 2  # the second is for servers that came back
@@ -116,8 +115,9 @@ class Servers:
 
     def _keep(self, under_way: _Pass) -> list[Row]:
         """Keeps what is drawn ahead; gives the rows that no server answered."""
-        self._ahead |= {under_way.key(row): completion for row, completion in under_way.answers()}
-        return [row for row in under_way.rows if under_way.key(row) not in self._ahead]
+        key = under_way.request.key
+        self._ahead |= {key(row): completion for row, completion in under_way.answers()}
+        return [row for row in under_way.rows if key(row) not in self._ahead]
 
     def restore(self, drawn: Mapping[SequenceKey, Completion]) -> None:
         """Takes over what was drawn ahead before a checkpoint; see `DrawsAhead.restore`."""
@@ -134,9 +134,8 @@ class Servers:
         """Draws one completion for each row."""
         self.drawn()  # servers whose weights may be replaced below finish first
         if self._request is not request:
-            keys = {row: request.keys[row[0]][row[1]] for row in request.rows}
-            self._request = request
-            self._answered = {row: self._ahead.pop(key) for row, key in keys.items() if key in self._ahead}
+            self._request, known = request, [row for row in request.rows if request.key(row) in self._ahead]
+            self._answered = {row: self._ahead.pop(request.key(row)) for row in known}
         reasons: dict[str, str] = {}
         with _servers(self._settings) as servers:
             for _ in range(_PASSES):
@@ -224,16 +223,12 @@ class Servers:
                 "leave vllm_mode out."
             )
         logger.warning("The own engine draws %d of %d completions: %s", len(rows), len(request.rows), told)
-
-        def attempt(unit: Callable[[RolloutPlan], T], undo: Callable[[], None] | None = None) -> T:
-            del undo  # a failure goes to the attempt around, which repeats what is not answered
-            return unit(plan)
-
         groups: dict[int, list[SequenceKey]] = {}
-        for prompt, sample in rows:
-            groups.setdefault(prompt, []).append(request.keys[prompt][sample])
+        for row in rows:
+            groups.setdefault(row[0], []).append(request.key(row))
         prompts = [torch.tensor(request.ids[prompt]) for prompt in groups]
-        drawn = self._own.generate(prompts, list(groups.values()), request.settings, attempt)
+        # a failure goes to the attempt around, which repeats what is not answered
+        drawn = self._own.generate(prompts, list(groups.values()), request.settings, under(plan))
         self._answered.update(zip(rows, drawn, strict=True))
 
 
@@ -275,13 +270,8 @@ class _Pass:
         """Asks for some rows once more, of servers that still have the weights: an answer with others is refused."""
         return _Pass(self._servers, self.request, self._label, self.reasons, rows, self._plan)
 
-    def key(self, row: Row) -> SequenceKey:
-        """Names the sequence of a row."""
-        prompt, sample = row
-        return self.request.keys[prompt][sample]
-
     def _row(self, row: Row, first: int) -> Completion | None:
-        key, settings = self.key(row), self.request.settings
+        key, settings = self.request.key(row), self.request.settings
         name = "-".join(map(str, (*key, self._label)))
         for turn in range(len(self._servers)):
             server = self._servers[(first + turn) % len(self._servers)]

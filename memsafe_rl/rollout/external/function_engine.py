@@ -54,7 +54,11 @@ class EngineRequest:
     @property
     def seeds(self) -> list[int]:
         """A seed for each sequence wanted, the same in every attempt."""
-        return [seed_of(self.keys[prompt][sample]) for prompt, sample in self.rows]
+        return [seed_of(self.key(row)) for row in self.rows]
+
+    def key(self, row: Row) -> SequenceKey:
+        """Names a sequence wanted."""
+        return self.keys[row[0]][row[1]]
 
 
 def request_of(
