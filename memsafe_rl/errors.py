@@ -73,3 +73,19 @@ def texts_beside(module: str, name: str) -> Any:
     """Reads a table of messages, in YAML, from the folder of a module's file."""
     text = Path(module).with_name(name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+class Refusals:
+    """The refusals of a room: `ConfigError`s whose texts lie in a table beside a module."""
+
+    def __init__(self, module: str, name: str = "refusals.yaml") -> None:
+        self._texts: Mapping[str, str] = texts_beside(module, name)
+
+    def __call__(self, case: str, /, **values: object) -> ConfigError:
+        """Writes a refusal."""
+        return ConfigError(self._texts[case].format(**values))
+
+    def when(self, broken: object, case: str, /, **values: object) -> None:
+        """Refuses where a rule is broken."""
+        if broken:
+            raise self(case, **values)

@@ -13,13 +13,18 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge, hold, host_memory, weights_of
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.state_critic import StateCritic, StateNetwork
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.engines.denoising import DenoisingEngine
-from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
+from memsafe_rl.training.assembly.protocol import (
+    ModelFactory,
+    ModelFamily,
+    TrainingRequest,
+    refusal,
+    register_model_family,
+)
 from memsafe_rl.training.gradient import check_separable
 from memsafe_rl.types import Completion, Component, SamplingSettings
 
@@ -55,11 +60,8 @@ class Denoisers(ModelFactory):
     processing_class: Any = None
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
-        if processing_class is not None:
-            raise ConfigError(
-                f"processing_class is a {type(processing_class).__name__}, but a DiffusionPolicy embeds its prompts by "
-                "itself. Leave it out, and pass embed=... to the policy."
-            )
+        kind = type(processing_class).__name__
+        refusal.when(processing_class is not None, "denoiser/processing_class", kind=kind)
         _refuse_what_is_for_tokens(config)
         self._config, self._policy = config, policy_of(model)
         _take_steps(config, self._policy.num_inference_steps)
@@ -68,10 +70,8 @@ class Denoisers(ModelFactory):
 
     def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:  # noqa: ARG002
         """Puts the policy where it is trained."""
-        if request.quantization_config is not None:
-            raise ConfigError("quantization_config is for models loaded by name. Quantise the denoiser yourself.")
-        if request.ref_model is not None:
-            raise ConfigError("ref_model is for networks that draw tokens. Leave it out for a copy of the policy.")
+        refusal.when(request.quantization_config is not None, "denoiser/quantization_config")
+        refusal.when(request.ref_model is not None, "denoiser/ref_model")
         with charge(Component.WEIGHTS):
             trained, reference = prepare_policy(
                 request.model,
@@ -96,12 +96,7 @@ class Denoisers(ModelFactory):
 
     def critic(self, adapter: DiffusionAdapter, wanted: Any, check: Callable[[Any], None]) -> StateCritic:
         """Makes a critic that reads states."""
-        if wanted is not None and not isinstance(wanted, nn.Module):
-            raise ConfigError(
-                f"critic is {wanted!r:.100} and the model a DiffusionPolicy, whose denoiser shows no hidden states "
-                "that a head or a second adapter could read. Leave critic out for a small network of its own, or pass "
-                "a torch.nn.Module called critic(x, t, condition) that gives a value for each state."
-            )
+        refusal.when(not isinstance(wanted, nn.Module | None), "critic/denoiser", given=wanted)
         critic = StateCritic(adapter, wanted)
         check(critic.network)
         return critic
@@ -147,28 +142,19 @@ class Denoisers(ModelFactory):
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuses what plays or draws texts."""
         for name, value in given.items():
-            if value:
-                raise ConfigError(
-                    f"{name} is given, which is for models that draw tokens; a DiffusionPolicy draws its chains of "
-                    "states by itself. Leave it out."
-                )
+            refusal.when(value, "denoiser/turns", name=name)
 
 
 def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
     """Refuses every setting that was changed and would be without effect; chains are alike: the first step is worst."""
     for name, setting in config.declared.items():
-        value = getattr(config, name)
-        if setting.tokens_only and value != setting.default:
-            raise ConfigError(
-                f"{name} is {value!r}, which is for models that draw tokens; a DiffusionPolicy draws states. "
-                f"Leave it out (or set it to {setting.default!r})."
-            )
+        value, default = getattr(config, name), setting.default
+        refusal.when(
+            setting.tokens_only and value != default, "denoiser/tokens", name=name, value=value, default=default
+        )
     useless = sorted(_SHORTENED_BY_NOTHING.intersection(config.allow_lossy))
     if useless:
-        raise ConfigError(
-            f"allow_lossy names {useless[0]!r}, which makes rows of tokens lighter; a chain has the steps that its "
-            "DiffusionPolicy says, and no cache. Leave it out, and make num_inference_steps smaller yourself."
-        )
+        raise refusal("denoiser/allow_lossy", name=useless[0])
 
 
 def _take_steps(config: TrainerConfig, steps: int) -> None:

@@ -21,7 +21,7 @@ from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
 from memsafe_rl.data.prompts import PromptSource
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.first_use import prepare_device
@@ -55,7 +55,7 @@ from memsafe_rl.training.assembly.inputs import (
     training_prompts,
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
-from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest
+from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest, refusal
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.scorer import Scorer
@@ -185,11 +185,9 @@ def build_setup(
     engine = engine_for(config, models.own_engine, adapter, recovery.tracker)
     check_sampler(config, is_external=engine.supports.is_external or draw_rollout is not None)
     sampling = models.sampling_settings(adapter)
-    if inputs.environments is not None and (adapter.time_separable or adapter.geometry.source_bytes is not None):
-        raise ConfigError(
-            f"{type(adapter.model).__name__} cannot play episodes, where a prompt grows by what was said: that "
-            "takes a causal language model. Leave tools and environment_factory out."
-        )
+    is_causal_lm = not adapter.time_separable and adapter.geometry.source_bytes is None
+    plays = inputs.environments is not None
+    refusal.when(plays and not is_causal_lm, "environment_factory", model=type(adapter.model).__name__)
     engine.check(sampling)
     adapter.take_sources()
     setup = TrainingSetup(
@@ -307,12 +305,7 @@ def _reward_runner(config: TrainerConfig, request: TrainingRequest, pool: Enviro
 def _refuse_half_weights(model: Any) -> None:
     """Refuses to move float16 weights, whose updates are lost to rounding or overflow without a word."""
     name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
-    if name is not None:
-        raise ConfigError(
-            f"{name} is to be trained in float16, in which gradients vanish or overflow. Load the model in float32 "
-            "(model.float(), or model_init_kwargs={'dtype': 'float32'}) and set fp16=True or bf16=True for the forward "
-            "passes, load it in bfloat16 (master_weights then keeps updates), or train an adapter (peft_config)."
-        )
+    refusal.when(name is not None, "float16", name=name)
 
 
 def facts_of(setup: TrainingSetup) -> Mapping[str, str]:

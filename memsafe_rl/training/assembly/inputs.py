@@ -21,7 +21,7 @@ from memsafe_rl.data.prompts import (
     check_dataset,
     usable_prompts,
 )
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import DataError
 from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
@@ -32,6 +32,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
+from memsafe_rl.training.assembly.protocol import refusal
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -44,10 +45,8 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
     if args is None:
         return wanted(output_dir=f"{_name_of(model)}-{name.removesuffix('Trainer')}")
     if not isinstance(args, wanted):
-        raise ConfigError(
-            f"args is a {type(args).__module__}.{type(args).__name__}. Use the {wanted.__name__} of memsafe_rl: "
-            f"`from memsafe_rl import {wanted.__name__}, {name}`."
-        )
+        kind = f"{type(args).__module__}.{type(args).__name__}"
+        raise refusal("args", kind=kind, wanted=wanted.__name__, trainer=name)
     args.validate()
     return args
 
@@ -55,12 +54,9 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
 def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     """Reads what must be known of a model before it is loaded, and refuses what cannot be trained."""
     facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
-    if balance_coef(config, facts) and (config.compile_mode or config.objective_list):
-        other = "torch_compile" if config.compile_mode else "objectives"
-        raise ConfigError(
-            f"router_aux_loss_coef is {balance_coef(config, facts)} (a mixture of experts declares one of its own) "
-            f"beside {other}. Set router_aux_loss_coef=0.0, or leave {other} out."
-        )
+    coef, other = balance_coef(config, facts), "torch_compile" if config.compile_mode else "objectives"
+    beside = coef and (config.compile_mode or config.objective_list)
+    refusal.when(beside, "router_aux_loss_coef", coef=coef, other=other)
     prompt_room(config, facts, "model")
     return facts
 
@@ -75,10 +71,7 @@ def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[i
     """Gives the longest prompt that leaves room for a completion in a network's context."""
     room, length = facts.room_for_prompt(config.max_completion_length), config.max_completion_length
     if room is not None and room <= 0:
-        raise ConfigError(
-            f"max_completion_length is {length} but the {whose}'s context is {facts.max_positions} tokens. "
-            f"Lower max_completion_length below {facts.max_positions}, or give a {whose} with a longer context."
-        )
+        raise refusal("max_completion_length", length=length, whose=whose, positions=facts.max_positions)
     beside = "" if room == facts.max_positions else f" beside max_completion_length {length}"
     return room, f"which is what the {whose}'s context of {facts.max_positions} tokens leaves{beside}"
 
@@ -113,8 +106,7 @@ def prompt_dataset(
 def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, reader: PromptReader) -> PromptSource:
     """Checks the prompts of the training set and makes them readable by position."""
     if isinstance(dataset, IterableDataset):
-        if config.max_steps <= 0:
-            raise ConfigError("max_steps is -1 but train_dataset is a stream of unknown length. Set max_steps.")
+        refusal.when(config.max_steps <= 0, "max_steps")
         return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
     keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
     return IndexedPrompts(
@@ -124,17 +116,14 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
 
 def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader, rewards: RewardRunner) -> Any:
     """Checks every evaluation set, and leaves out what is filtered."""
-    if config.eval_pass_reward not in (None, *rewards.names):
-        raise ConfigError(
-            f"eval_pass_reward is {config.eval_pass_reward!r}, and there is no such reward function. Use one of "
-            f"{', '.join(rewards.names)}, or None for the weighted sum of all."
-        )
+    passed, known = config.eval_pass_reward, ", ".join(rewards.names)
+    refusal.when(passed not in (None, *rewards.names), "eval_pass_reward", name=passed, known=known)
     if dataset is None:
-        if config.eval_strategy != "no" or config.load_best_model_at_end:
-            raise ConfigError(
-                f"eval_strategy is {config.eval_strategy.value!r} and load_best_model_at_end is "  # type: ignore[attr-defined]
-                f"{config.load_best_model_at_end}, but there is no eval_dataset. Pass one, or set eval_strategy='no'."
-            )
+        strategy, best = (
+            str(getattr(config.eval_strategy, "value", config.eval_strategy)),
+            config.load_best_model_at_end,
+        )
+        refusal.when(strategy != "no" or best, "eval_dataset", strategy=strategy, best=best)
         return None
     if isinstance(dataset, Mapping):
         missing = [name for name, part in dataset.items() if part is None]
@@ -162,56 +151,31 @@ def check_together(
     stage: object = None,
 ) -> None:
     """Refuses what is right alone and wrong together."""
-    if rollout_func is not None and not callable(rollout_func):
-        raise ConfigError(
-            f"rollout_func is {rollout_func!r:.100} ({type(rollout_func).__name__}). Give a function "
-            "(prompts, trainer) -> {'prompt_ids', 'completion_ids', 'logprobs'}."
-        )
-    if rollout_func is not None and stage is not None:
-        raise ConfigError(
-            "A rollout_func draws the completions itself. Leave tools and environment_factory out, or rollout_func."
-        )
     if rollout_func is None and getattr(dataset, "column_names", None):
         rewards.check_columns(dataset.column_names)
-    if config.async_rollouts and (rollout_func is not None or stage is not None):
-        raise ConfigError(
-            f"async_rollouts is {config.async_rollouts}, which draws single turns ahead. Leave it out beside tools, "
-            "environment_factory and rollout_func."
-        )
+    drawn, played, ahead = rollout_func is not None, stage is not None, config.async_rollouts
+    kind, engines = type(rollout_func).__name__, " and ".join(config.engines_chosen)
+    refusal.when(drawn and not callable(rollout_func), "rollout_func", given=rollout_func, kind=kind)
+    refusal.when(drawn and played, "rollout_func/episodes")
+    refusal.when(ahead and (drawn or played), "async_rollouts/turns", value=ahead)
     check_reward_names(config.objective_list, rewards.names)
-    if config.caches_in_8_bits and rollout_func is not None:
-        raise ConfigError(
-            "cache_implementation='quantized' with a rollout_func, which draws the completions itself and keeps its "
-            "own cache. Leave one of the two out."
+    refusal.when(drawn and config.caches_in_8_bits, "rollout_func/cache")
+    refusal.when(drawn and config.engines_chosen, "rollout_func/engine", engines=engines)
+    partly = config.partial_rollout_tokens
+    if partly is not None:
+        refusal.when(drawn, "partial_rollout_tokens/rollout_func", value=partly)
+        _check_later_weights(config, "partial_rollout_tokens", partly)
+        logger.warning(
+            "partial_rollout_tokens is %d, completions longer than that go on in the next rollout: the order of the "
+            "data follows their lengths, and those that older weights have begun are corrected by importance weights.",
+            partly,
         )
-    if config.engines_chosen and rollout_func is not None:
-        raise ConfigError(
-            f"A rollout_func draws the completions itself. Leave {' and '.join(config.engines_chosen)} out, or "
-            "rollout_func."
-        )
-    if config.partial_rollout_tokens is not None:
-        _check_partial(config, alone=rollout_func is None)
 
 
-def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
-    told = f"partial_rollout_tokens is {config.partial_rollout_tokens}, but "
-    if not alone:
-        raise ConfigError(f"{told}only this library's own engine goes on with completions. Leave one out.")
-    if config.dynamic_sampling:
-        raise ConfigError(
-            f"{told}with dynamic_sampling a rollout is replaced by its rewards, which unfinished groups do not have. "
-            "Set one of the two only."
-        )
-    if not config.vllm_importance_sampling_correction:
-        raise ConfigError(
-            f"{told}vllm_importance_sampling_correction is False, and completions that older weights have begun need "
-            "it. Set it to True."
-        )
-    logger.warning(
-        "%scompletions longer than that go on in the next rollout: the order of the data follows their lengths, and "
-        "those that older weights have begun are corrected by importance weights.",
-        told.removesuffix("but "),
-    )
+def _check_later_weights(config: TrainerConfig, name: str, value: int) -> None:
+    """Refuses what does not go with completions that later weights learn from."""
+    refusal.when(config.dynamic_sampling, f"{name}/dynamic_sampling", value=value)
+    refusal.when(not config.vllm_importance_sampling_correction, f"{name}/correction", value=value)
 
 
 def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
@@ -219,7 +183,7 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
     if isinstance(given, MemoryPolicy):
         return given
     if isinstance(given, type):
-        raise ConfigError(f"memory_policy is the class {given.__name__}. Pass an instance: {given.__name__}().")
+        raise refusal("memory_policy/class", name=given.__name__)
     mode, offload = config.compile_mode, bool(config.offload_activations)
     checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
     if given in (None, "adaptive"):
@@ -232,11 +196,8 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
     if given not in PRESETS:
         raise unknown(str(given), ("adaptive", "ladder", *PRESETS), "memory_policy")
     for hint in ("gradient_checkpointing", "offload_activations", "trajectory_device", "compile_mode"):
-        if getattr(config, hint) is not None:
-            raise ConfigError(
-                f"{hint} is {getattr(config, hint)!r} with memory_policy {given!r}, which decides it. Leave one of the "
-                "two out, or set memory_policy to 'adaptive' or 'ladder'."
-            )
+        value = getattr(config, hint)
+        refusal.when(value is not None, "memory_policy/hint", hint=hint, value=value, policy=given)
     return preset(str(given))
 
 
@@ -249,33 +210,16 @@ def engine_for(config: TrainerConfig, own: str, adapter: ModelAdapter, tracker: 
 
     engine = ENGINES[name].function(EngineContext(name, adapter, config, tracker.meter.total_bytes(), room))
     refuse_incomplete(engine, RolloutEngine, f"rollout_engine {name!r}")
-    if engine.name != name:
-        raise ConfigError(f"rollout_engine {name!r} calls itself {engine.name!r}. Set its name to context.name.")
+    refusal.when(engine.name != name, "rollout_engine", name=name, own=engine.name)
     if not engine.supports.resumes_completions:
         refuse_begun(name, config.partial_rollout_tokens)
     if config.caches_in_8_bits:
         engine.round_cache()
-    if config.async_rollouts:
-        _check_ahead(config, engine)
+    ahead = config.async_rollouts
+    if ahead:
+        refusal.when(engine.supports.ahead is None, "async_rollouts/engine", value=ahead, engine=engine.name)
+        _check_later_weights(config, "async_rollouts", ahead)
     return engine
-
-
-def _check_ahead(config: TrainerConfig, engine: RolloutEngine) -> None:
-    told = f"async_rollouts is {config.async_rollouts}, but "
-    if engine.supports.ahead is None:
-        raise ConfigError(
-            f"{told}the engine {engine.name!r} draws in this process, on the device that trains. Set use_vllm=True and "
-            "vllm_mode='server', or leave async_rollouts out."
-        )
-    if config.dynamic_sampling:
-        raise ConfigError(
-            f"{told}with dynamic_sampling rewards decide which prompts come next. Set one of the two only."
-        )
-    if not config.vllm_importance_sampling_correction:
-        raise ConfigError(
-            f"{told}vllm_importance_sampling_correction is False, and completions of older weights need it. Set it to "
-            "True."
-        )
 
 
 def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:
@@ -284,16 +228,10 @@ def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:
     mode, loss = config.vllm_importance_sampling_mode, LOSSES[config.loss_settings().loss_type]
     if not (corrected and loss.traits.weighs_sampler):
         return
-    if config.sampler_rejection is not None:
-        raise ConfigError(
-            f"sampler_rejection is {config.sampler_rejection!r} with loss_type {loss.name!r}, whose weight of a row "
-            "would take a rejected token for a very unlikely one. Leave it out, or set another loss_type."
-        )
-    if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
-        raise ConfigError(
-            f"vllm_importance_sampling_mode is {mode!r} with loss_type {loss.name!r} and another sampler. Set it to "
-            "'token_truncate' or 'token_mask', or vllm_importance_sampling_correction=False."
-        )
+    rejection = config.sampler_rejection
+    refusal.when(rejection is not None, "sampler_rejection", value=rejection, loss=loss.name)
+    by_sequence = config.vllm_importance_sampling_correction and mode.startswith("sequence")
+    refusal.when(by_sequence, "vllm_importance_sampling_mode", mode=mode, loss=loss.name)
 
 
 def _name_of(model: Any) -> str:

@@ -16,7 +16,6 @@ from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.image_reader import ImagePromptReader
 from memsafe_rl.data.images import hollow
 from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.batch_invariance import is_default, require
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk
@@ -35,10 +34,14 @@ from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
 from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
-from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
+from memsafe_rl.training.assembly.protocol import (
+    ModelFactory,
+    ModelFamily,
+    TrainingRequest,
+    refusal,
+    register_model_family,
+)
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
-
-_TEXT = "If no prompt holds an image, pass the processor's tokenizer as processing_class."
 
 _READ_PROMPTS = {
     "repetition_penalty": 1.0,
@@ -130,22 +133,11 @@ class LanguageModels(ModelFactory):
             return SharedTrunk(adapter)
         if isinstance(wanted, str) and wanted == "adapter":
             return SecondAdapter(adapter)
-        if self._image_reader is not None:
-            raise ConfigError(
-                "critic is a network of its own, which reads no images. Leave critic out for a head on the model's own "
-                "hidden states, or set critic='adapter'."
-            )
+        refusal.when(self._image_reader is not None, "critic/images")
         loaded = load_model(wanted, trust_remote_code=self._config.trust_remote_code, device=adapter.device).model
-        if loaded.get_output_embeddings() is None:
-            raise ConfigError(
-                f"critic is a {type(loaded).__name__}, which has no language-model head. Pass the same network as "
-                "AutoModelForCausalLM (or AutoModelForSeq2SeqLM); its value head is made here."
-            )
-        if {id(weight) for weight in loaded.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
-            raise ConfigError(
-                "critic shares weights with the model. Leave critic out for a head on the model's own hidden states, "
-                "set critic='adapter', or give a copy (copy.deepcopy)."
-            )
+        refusal.when(loaded.get_output_embeddings() is None, "critic/head", kind=type(loaded).__name__)
+        own_weights, weights = ({id(one) for one in network.parameters()} for network in (loaded, adapter.model))
+        refusal.when(own_weights & weights, "critic/shared")
         own = adapter_for(loaded, pad_token_id=self.tokenizer.pad_token_id)
         check(own)
         return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
@@ -196,11 +188,8 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
     shares_base = wanted is None or (isinstance(wanted, str) and wanted == "adapter")
     if shares_base or not isinstance(reader, PromptTokenizer):
         return
-    if not isinstance(wanted, (str, PreTrainedModel, PeftModel)):
-        raise ConfigError(
-            f"critic is {wanted!r:.100} ({type(wanted).__name__}). Give None for a head on the model's own hidden "
-            "states, 'adapter', or another model: its name, its path, or the model itself."
-        )
+    is_model = isinstance(wanted, (str, PreTrainedModel, PeftModel))
+    refusal.when(not is_model, "critic", given=wanted, kind=type(wanted).__name__)
     facts = read_config(wanted, trust_remote_code=config.trust_remote_code, told="critic")
     reader.bound(*prompt_room(config, facts, "critic"))
 
@@ -210,11 +199,8 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
 
 def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> ImagePromptReader:
     """Makes what reads prompts with images."""
-    if not hasattr(processor.image_processor, "get_number_of_image_patches"):
-        raise ConfigError(
-            f"{type(processor.image_processor).__name__} does not say how many patches an image has. Pass the model's "
-            "own processor."
-        )
+    counts = hasattr(processor.image_processor, "get_number_of_image_patches")
+    refusal.when(not counts, "images/patches", processor=type(processor.image_processor).__name__)
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
@@ -232,29 +218,20 @@ def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> No
     }
     chosen = [name for name, is_set in others.items() if is_set]
     if chosen:
-        raise ConfigError(
-            f"{chosen[0]} is set, which is not supported beside prompts with images: their rollouts run on this "
-            f"library's own engine, one process a copy of the weights. Leave it out. {_TEXT}"
-        )
+        raise refusal("images/beside", name=chosen[0])
 
 
 def _require_shared_prompts(adapter: ModelAdapter) -> None:
     """Refuses a network that took a path on which it would read stored ids itself."""
-    if not (adapter.joins and adapter.decodes and adapter.packs_prompts):
-        raise ConfigError(
-            f"{type(adapter.model).__name__} gives other logits behind a shared prompt (the log says which), and there "
-            f"is no other way for prompts with images yet. {_TEXT}"
-        )
+    shares = adapter.joins and adapter.decodes and adapter.packs_prompts
+    refusal.when(not shares, "images/prompts", model=type(adapter.model).__name__)
 
 
 def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSettings:
     """Has no placeholder of an image be drawn, which would stand for no feature, and refuses what reads prompts."""
     for name, neutral in _READ_PROMPTS.items():
-        if getattr(settings, name) != neutral:
-            raise ConfigError(
-                f"{name} is {getattr(settings, name)!r}, which reads the tokens of a prompt; prompts with images show "
-                f"none. Set it to {neutral!r}. {_TEXT}"
-            )
+        value = getattr(settings, name)
+        refusal.when(value != neutral, "images/tokens", name=name, value=value, neutral=neutral)
     names = ("image_token_id", "video_token_id")
     ids = {int(getattr(config, name)) for name in names if getattr(config, name, None) is not None}
     return replace(settings, suppress_tokens=tuple(sorted({*settings.suppress_tokens, *ids})))
