@@ -22,6 +22,7 @@ from memsafe_rl.models.diffusion.policy import Condition
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import (
     Engine,
     EngineCapabilities,
@@ -65,11 +66,8 @@ class DenoisingEngine:
         """Refuses settings that only tokens know."""
         plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
         for name in (entry.name for entry in fields(settings)):
-            if getattr(settings, name) != getattr(plain, name):
-                raise ConfigError(
-                    f"{name} is {getattr(settings, name)!r}, which says how tokens are drawn; a diffusion policy draws "
-                    "states with its scheduler's noise. Leave it out, and set eta, noise_level or guidance_scale."
-                )
+            value = getattr(settings, name)
+            refusal.when(value != getattr(plain, name), "denoising", name=name, value=value)
 
     def round_cache(self) -> None:
         """Refuses: chains keep no keys and values."""
@@ -221,10 +219,8 @@ def draw_samples(model: nn.Module, prompts: Sequence[Any], *, seed: int = 0, row
 def denoising_engine(context: EngineContext) -> DenoisingEngine:
     """Makes the engine of a denoiser."""
     adapter: Any = context.adapter
-    if not adapter.time_separable:
-        raise ConfigError(
-            f"rollout_engine is {context.name!r}, but {type(adapter.model).__name__} draws tokens. Leave it out."
-        )
+    draws_tokens, model = not adapter.time_separable, type(adapter.model).__name__
+    refusal.when(draws_tokens, "rollout_engine", name=context.name, model=model)
     return DenoisingEngine(adapter)
 
 

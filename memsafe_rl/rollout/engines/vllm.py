@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalEngine, Row, seed_of
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
@@ -53,11 +54,8 @@ class VLLMEngine(ExternalEngine):
     ) -> None:
         refuse_missing_vllm()
         refuse_unmergeable(adapter.model)
-        if settings.sleeps and adapter.device.type != "cuda":
-            raise ConfigError(
-                f"vllm_enable_sleep_mode is True, but vLLM cannot sleep on a device of type {adapter.device.type!r}. "
-                "Set vllm_enable_sleep_mode=False."
-            )
+        device = adapter.device.type
+        refusal.when(settings.sleeps and device != "cuda", "vllm_enable_sleep_mode", device=device)
         self._adapter = adapter
         self._settings = settings
         self._total_bytes = total_bytes

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import ContinuousBatchingConfig
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import EngineContext
 from memsafe_rl.types import Completion, SamplingSettings
 
@@ -23,11 +23,7 @@ FILTERS = frozenset({"top_p", "top_k", "min_p", "repetition_penalty"})
 
 def refuse_missing_vllm() -> None:
     """Refuses `use_vllm` where vLLM is not installed."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "use_vllm is True, but the package vllm is not installed. Install it with `pip install vllm`, or, for a "
-            "trial on a CPU, let `python -m benchmarks.vllm_engine` make an environment; or leave use_vllm out."
-        )
+    refusal.when(importlib.util.find_spec("vllm") is None, "use_vllm/package")
 
 
 _SIZES = frozenset({"num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_memory_percent"})
@@ -38,16 +34,9 @@ def check_options(given: Mapping[str, Any]) -> None:
     """Refuses arguments of transformers' `ContinuousBatchingConfig` that follow from the run or do not exist."""
     known = {field.name for field in fields(ContinuousBatchingConfig)}
     for name, value in given.items():
-        if name in _SIZES:
-            raise ConfigError(
-                f"transformers_continuous_batching_config has {name}={value!r}, but sizes follow the memory plan. "
-                "Leave it out and set memory_budget, or return a RolloutPlan of your own."
-            )
-        if name in _FIXED or name not in known:
-            raise ConfigError(
-                f"transformers_continuous_batching_config has {name}={value!r}, which "
-                f"{'follows from the run' if name in _FIXED else 'this transformers does not have'}. Leave it out."
-            )
+        refusal.when(name in _SIZES, "transformers_continuous_batching_config/size", name=name, value=value)
+        why = "follows from the run" if name in _FIXED else None if name in known else "this transformers does not have"
+        refusal.when(why, "transformers_continuous_batching_config/name", name=name, value=value, why=why)
 
 
 def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collection[str]) -> None:
@@ -55,37 +44,24 @@ def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collectio
     for field in fields(settings):
         value = getattr(settings, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name not in honoured and value != default:
-            raise ConfigError(
-                f"{field.name} is {value!r}, which the rollout engine {engine!r} cannot honour. Leave it out, or leave "
-                "the choice of the engine out: the library's own has every sampling setting."
-            )
+        dropped = field.name not in honoured and value != default
+        refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=engine)
 
 
 def refuse_encoder(context: EngineContext, setting: str) -> None:
     """Refuses encoder-decoders, where an engine knows causal language models only."""
-    if context.adapter.geometry.source_bytes is not None:
-        raise ConfigError(
-            f"{setting} is True, but {type(context.adapter.model).__name__} is an encoder-decoder, "
-            "which only this library's own engine samples. Leave it out."
-        )
+    has_encoder, model = context.adapter.geometry.source_bytes is not None, type(context.adapter.model).__name__
+    refusal.when(has_encoder, "engine/encoder", setting=setting, model=model)
 
 
 def refuse_begun(engine: str, begun: object) -> None:
     """Refuses completions that another call has begun, where an engine draws them whole."""
-    if begun is not None:
-        raise ConfigError(
-            f"The rollout engine {engine!r} draws completions whole and cannot resume them. Leave "
-            "partial_rollout_tokens out, or leave the choice of the engine out: the library's own resumes completions."
-        )
+    refusal.when(begun is not None, "engine/begun", engine=engine)
 
 
 def refuse_rounding(engine: str) -> NoReturn:
     """Refuses a cache in 8 bits, where an engine keeps one of its own."""
-    raise ConfigError(
-        f"cache_implementation='quantized' with the engine {engine!r}, which keeps its own cache. Leave one of the two "
-        "out."
-    )
+    raise refusal("engine/cache", engine=engine)
 
 
 @contextmanager

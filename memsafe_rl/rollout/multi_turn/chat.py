@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
 
 _MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
@@ -166,11 +167,7 @@ def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
     told = chat._text([asked], schemas)
     shown = chat._text([asked, turn, {"role": "tool", "name": name, "content": _MARK}], schemas)
     for what, missing in (("the tools", name not in told), ("the results of tools", _MARK not in shown)):
-        if missing:
-            raise ConfigError(
-                f"The chat template leaves out {what}, so the model could not use {name!r}. Set "
-                "processing_class.chat_template to one that renders `tools` and messages of the role 'tool'."
-            )
+        refusal.when(missing, "chat_template", what=what, name=name)
 
 
 def _read_calls(text: str, ends: Sequence[str]) -> Message:

@@ -11,9 +11,9 @@ from peft import PeftModel
 from torch import nn
 
 from memsafe_rl.accounting import weights_of
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import peft_adapter_on
+from memsafe_rl.rollout import refusal
 
 AGENT, BASE, REFERENCE = "agent", "base", "reference"
 """The roles that every hub has: the trained model, the same with its adapters off, and what the KL refers to."""
@@ -58,8 +58,7 @@ class ModelRoles:
         self, role: str, key: ModelKey, load: Callable[[], ModelAdapter], *, peft_adapter: str | None = None
     ) -> ModelAdapter:
         """Gives a role to a model, which is loaded only if the hub has no such weights yet."""
-        if role in self.roles:
-            raise ConfigError(f"The role {role!r} is taken. Register it under another name; there are {self.roles}.")
+        refusal.when(role in self.roles, "role/taken", role=role, roles=self.roles)
         if key not in self._models:
             self._models[key] = load()
         self._roles[role] = (self._models[key], peft_adapter)
@@ -84,8 +83,7 @@ class ModelRoles:
     @contextmanager
     def acting(self, role: str) -> Iterator[ModelAdapter]:
         """Has a role act; everything is as before afterwards, after an error too."""
-        if self._acting is not None:
-            raise ConfigError(f"The role {role!r} cannot act while {self._acting!r} does. Leave that one first.")
+        refusal.when(self._acting is not None, "role/acting", role=role, acting=self._acting)
         self._acting = role
         try:
             if role == AGENT:
@@ -111,12 +109,8 @@ class ModelRoles:
             return self._roles[role]
         model = self._agent.model
         if role == BASE:
-            if not isinstance(model, PeftModel):
-                raise ConfigError(
-                    f"The role 'base' is the model with its adapters off, but {type(model).__name__} has none: all its "
-                    "weights are trained. Pass a peft_config, or use the role 'agent' (the user then learns too)."
-                )
+            refusal.when(not isinstance(model, PeftModel), "role/base", model=type(model).__name__)
             return self._agent, None
         if role in getattr(model, "peft_config", {}):
             return self._agent, role
-        raise ConfigError(f"There is no role {role!r}. Use one of {', '.join(self.roles)}, or register it first.")
+        raise refusal("role/unknown", role=role, roles=", ".join(self.roles))

@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Step, Tool, ToolCall, User
 
 _OWN = ("reset", "get_reward")  # methods of an environment in TRL's form that the trainer calls, not the model
@@ -27,17 +27,14 @@ def listed_tools(tools: Any) -> list[Any]:
     if callable(tools):
         return [tools]
     if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Iterable):
-        raise ConfigError(f"tools is {tools!r:.100} ({type(tools).__name__}). Give a list of functions.")
+        raise refusal("tools", given=tools, kind=type(tools).__name__)
     return list(tools)
 
 
 def _named(schema: Mapping[str, Any]) -> dict[str, Any]:
     function = schema.get("function", schema)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ConfigError(
-            f"The tool {dict(schema)!r:.100} is no JSON schema of a function: it has no name. Give "
-            '{"type": "function", "function": {"name": ..., "parameters": ...}}, or a typed function.'
-        )
+        raise refusal("tools/schema", schema=dict(schema))
     return dict(schema)
 
 
@@ -48,10 +45,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(
-            f"The tool {name!r} cannot be described to the model: {error} Give every argument a type hint and a line "
-            "in the docstring's Args."
-        ) from error
+        raise refusal("tools/description", name=name, error=error) from error
 
 
 def methods_of(instance: Any) -> list[Tool]:
@@ -79,14 +73,9 @@ class ToolEnvironment(Environment):
         self.user = user
         self._functions: dict[str, Tool] = {}
         for tool in self.tools:
-            if not callable(tool):
-                raise ConfigError(
-                    f"The tool {tool!r:.100} ({type(tool).__name__}) cannot be called. Give a typed function; schemas "
-                    "alone belong to an Environment whose `step` carries the calls out."
-                )
+            refusal.when(not callable(tool), "tools/function", given=tool, kind=type(tool).__name__)
             name = getattr(tool, "__name__", type(tool).__name__)
-            if name in self._functions:
-                raise ConfigError(f"Two tools are called {name!r}. Rename one: the model calls tools by their names.")
+            refusal.when(name in self._functions, "tools/name", name=name)
             self._functions[name] = tool
 
     def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
@@ -127,15 +116,9 @@ class MethodEnvironment(Environment):
 
     def __init__(self, instance: Any, tools: Sequence[Tool] = ()) -> None:
         if isinstance(instance, type):
-            raise ConfigError(
-                f"environment_factory gave the class {instance.__name__}. Have it give an instance, or pass the class "
-                "itself as environment_factory."
-            )
-        if not callable(getattr(instance, "reset", None)):
-            raise ConfigError(
-                f"environment_factory gave a {type(instance).__name__}, which has no method `reset`. Define "
-                "`reset(**columns)`, or derive it from memsafe_rl.Environment."
-            )
+            raise refusal("environment_factory/class", name=instance.__name__)
+        resets = callable(getattr(instance, "reset", None))
+        refusal.when(not resets, "environment_factory/reset", kind=type(instance).__name__)
         self._calling = ToolEnvironment([*listed_tools(tools), *methods_of(instance)])
         self.tools = self._calling.tools
         self.instance = instance

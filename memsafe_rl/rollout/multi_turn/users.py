@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import DataError, MemsafeError
 from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Message, User
 
 logger = logging.getLogger(__name__)
@@ -51,13 +52,10 @@ class CallableUser(User):
     patience: TimeoutPolicy = _ENDLESS
 
     def __post_init__(self) -> None:
-        if not callable(self.reply):
-            raise ConfigError(f"CallableUser has reply={self.reply!r:.100}. Give a function of the conversation.")
-        if not isinstance(self.patience, TimeoutPolicy):
-            raise ConfigError(
-                f"CallableUser has patience={self.patience!r:.100} ({type(self.patience).__name__}). Give "
-                "TimeoutPolicy(timeout_seconds=...)."
-            )
+        patience: object = self.patience
+        refusal.when(not callable(self.reply), "user/reply", given=self.reply)
+        patient = isinstance(patience, TimeoutPolicy)
+        refusal.when(not patient, "user/patience", given=patience, kind=type(patience).__name__)
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def answer(self, messages: list[Message]) -> Any:
@@ -111,12 +109,11 @@ class ModelUser(User):
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.system, str) and not callable(self.system):
-            raise ConfigError(f"ModelUser has system={self.system!r:.100}. Give a text, or a function of the task.")
-        if not isinstance(self.role, str):
-            raise ConfigError(f"ModelUser has role={self.role!r:.100}. Give the name of a role, such as 'base'.")
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
-            raise ConfigError(f"ModelUser has max_tokens={self.max_tokens!r:.100}. Give a whole number of at least 1.")
+        most: object = self.max_tokens
+        counts = isinstance(most, int) and not isinstance(most, bool) and most >= 1
+        refusal.when(not isinstance(self.system, str) and not callable(self.system), "user/system", given=self.system)
+        refusal.when(not isinstance(self.role, str), "user/role", given=self.role)
+        refusal.when(not counts, "user/max_tokens", given=most)
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def instructions(self, example: Mapping[str, Any]) -> str:
@@ -135,8 +132,7 @@ def _checked_stops(stops: Any) -> tuple[str, ...]:
     """A text alone is one stop; an empty one would end every episode."""
     listed = (stops,) if isinstance(stops, str) else stops
     kept = tuple(listed) if isinstance(listed, Iterable) else (None,)
-    if not all(isinstance(stop, str) and stop for stop in kept):
-        raise ConfigError(f"A user has stops={stops!r:.100}. Give a list of texts that are not empty.")
+    refusal.when(not all(isinstance(stop, str) and stop for stop in kept), "user/stops", given=stops)
     return kept
 
 

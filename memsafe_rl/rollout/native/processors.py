@@ -24,6 +24,7 @@ from transformers.generation import logits_process as theirs
 
 from memsafe_rl.accounting import device_type_of
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.types import SamplingSettings
 
 _CERTAIN = 1e18
@@ -210,11 +211,7 @@ def _with_own(chosen: list[Processor], given: Sequence[Callable[..., Tensor]]) -
 
 
 def _own(processor: Callable[..., Tensor]) -> Processor:
-    if not callable(processor):
-        raise ConfigError(
-            f"logits_processor holds {processor!r}, which cannot be called. Give objects that take (input_ids, scores) "
-            "and return scores, such as transformers' LogitsProcessor."
-        )
+    refusal.when(not callable(processor), "logits_processor/object", given=processor)
     _check_parameters(processor)
     return Processor(partial(_on_tokens, processor), type(processor), needs_history=True)
 
@@ -249,27 +246,18 @@ def _check_parameters(processor: Callable[..., Tensor]) -> None:
     parameters = list(signature.parameters.values())
     open_ended = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     wanted = [each.name for each in parameters[2:] if each.default is each.empty and each.kind not in open_ended]
-    if wanted:
-        raise ConfigError(
-            f"logits_processor {name} asks for {', '.join(wanted)} beside input_ids and scores, which plain sampling "
-            "does not have. Bind them beforehand."
-        )
+    refusal.when(wanted, "logits_processor/more", name=name, wanted=", ".join(wanted))
     try:
         signature.bind(None, None)
     except TypeError as error:
-        raise ConfigError(
-            f"logits_processor {name} takes {signature}, but is called as processor(input_ids, scores): {error}. Give "
-            "it these two."
-        ) from None
+        raise refusal("logits_processor/signature", name=name, signature=signature, error=error) from None
 
 
 def _checked(processor: Callable[..., Tensor], scores: Tensor, shape: torch.Size) -> Tensor:
     if isinstance(scores, Tensor) and scores.shape == shape:
         return scores
     got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-    raise ConfigError(
-        f"logits_processor {type(processor).__name__} returned {got}; it must return scores of shape {tuple(shape)}."
-    )
+    raise refusal("logits_processor/scores", name=type(processor).__name__, got=got, shape=tuple(shape))
 
 
 def _built(kind: type, *values: Any) -> Any:
@@ -339,10 +327,8 @@ def _bias(sequences: dict[tuple[int, ...], float], kind: type) -> Processor:
     needs_history = any(len(sequence) > 1 for sequence in sequences)
 
     def apply(scores_BV: Tensor, rows: Rows) -> Tensor:
-        if longest >= scores_BV.shape[1]:
-            raise ConfigError(
-                f"sequence_bias or bad_words_ids names token {longest}; the vocabulary has {scores_BV.shape[1]}."
-            )
+        vocab = scores_BV.shape[1]
+        refusal.when(longest >= vocab, "sequence_bias", token=longest, vocab=vocab)
         return _on_tokens(processor, scores_BV, rows) if needs_history else processor(nobody, scores_BV)
 
     return Processor(apply, kind, needs_history=needs_history)
@@ -350,8 +336,7 @@ def _bias(sequences: dict[tuple[int, ...], float], kind: type) -> Processor:
 
 def _top_h(share: float) -> Processor:
     """Keeps the likeliest tokens while their entropy is at most a share of that of the 100 likeliest."""
-    if not 0 < share <= 1:
-        raise ConfigError(f"top_h is {share}; it must be above 0 and at most 1.")
+    refusal.when(not 0 < share <= 1, "top_h", value=share)
 
     def apply(scores_BV: Tensor, _: Rows) -> Tensor:
         best_BK, tokens_BK = scores_BV.topk(min(100, scores_BV.shape[1]), dim=1)
@@ -389,8 +374,7 @@ def _top_p(mass: float) -> Processor:
 
 def _eta(epsilon: float) -> Processor:
     """Keeps tokens of probability at least ``min(e, sqrt(e) exp(-entropy))`` (Hewitt et al. 2022, eq. 4), or one."""
-    if not 0 < epsilon < 1:
-        raise ConfigError(f"eta_cutoff is {epsilon}; it must be above 0 and below 1.")
+    refusal.when(not 0 < epsilon < 1, "eta_cutoff", value=epsilon)
 
     def apply(scores_BV: Tensor, _: Rows) -> Tensor:
         logprobs_BV = scores_BV.log_softmax(1)

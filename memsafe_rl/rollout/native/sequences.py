@@ -31,6 +31,7 @@ from memsafe_rl.ops.sampling import (
     sample_with_noise,
     taken_logprobs,
 )
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.native.processors import Rows, processors_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey, TextStops
 
@@ -427,24 +428,15 @@ def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
 
 def check_settings(settings: SamplingSettings, vocab_size: int) -> None:
     """Refuses sampling settings that a network cannot follow."""
-    if settings.max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens is {settings.max_new_tokens}; a completion needs at least 1 token.")
-    if settings.max_step_tokens is not None and settings.max_step_tokens < 1:
-        raise ConfigError(
-            f"max_step_tokens is {settings.max_step_tokens}, by which no completion would ever grow. Set it to at "
-            "least 1 token, or to None for no limit."
-        )
-    if not settings.temperature >= 0:
-        raise ConfigError(f"temperature is {settings.temperature}; use 0 for greedy decoding or a positive number.")
+    most, step = settings.max_new_tokens, settings.max_step_tokens
+    refusal.when(most < 1, "max_new_tokens", value=most)
+    refusal.when(step is not None and step < 1, "max_step_tokens", value=step)
+    refusal.when(not settings.temperature >= 0, "temperature", value=settings.temperature)
     check_least_tokens(settings.min_new_tokens, settings.max_new_tokens)
     for name, ids in _listed(settings):
         beyond = [token for token in ids if not 0 <= token < vocab_size]
         if beyond:
-            raise ConfigError(
-                f"{name} holds the id {beyond[0]}, but the model draws from {vocab_size} tokens (0 to "
-                f"{vocab_size - 1}). Set {name} in generation_kwargs to ids of its vocabulary, or to [] for none; "
-                "where it is not set there, it comes from the tokenizer or the model's generation_config."
-            )
+            raise refusal("token_ids", name=name, token=beyond[0], vocab=vocab_size, last=vocab_size - 1)
 
 
 def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
@@ -460,11 +452,7 @@ def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: i
 
 def check_least_tokens(least: int, most: int) -> None:
     """Refuses a shortest completion that is longer than the longest."""
-    if least > most:
-        raise ConfigError(
-            f"min_new_tokens is {least}, but the longest completion has {most} tokens, so that none could ever end. "
-            f"Lower min_new_tokens (generation_kwargs) to at most {most}, or raise max_completion_length."
-        )
+    refusal.when(least > most, "min_new_tokens", least=least, most=most)
 
 
 def _listed(settings: SamplingSettings) -> Iterator[tuple[str, Iterable[int]]]:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.external.kv_pool import Pool
 from memsafe_rl.rollout.external.sampling_support import quiet
 
@@ -57,11 +58,7 @@ class Hosted:
 
 def build(model: Any, hosted: Hosted, device: torch.device) -> Any:
     """Builds vLLM's engine for a network, with weights that mean nothing yet."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise ConfigError(
-            "use_vllm is True in a process that a launcher has joined to others; vLLM would take over its process "
-            "group. Start the run without torchrun or accelerate launch, or leave use_vllm out."
-        )
+    refusal.when(torch.distributed.is_available() and torch.distributed.is_initialized(), "use_vllm/ranks")
     with contained(), tempfile.TemporaryDirectory() as folder, failures_named("could not be started"):
         from vllm import EngineArgs, LLMEngine
 

@@ -12,32 +12,22 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout import refusal
 
 
 def refuse_unmergeable(model: nn.Module) -> None:
     """Refuses a model whose weights another engine could not be given one by one."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"The weight {name} is stored as {parameter.dtype}; another engine would need a full copy of it beside "
-                "the quantised one. Leave use_vllm out: the library's own engine decodes with quantised weights."
-            )
+        refusal.when(not parameter.is_floating_point(), "use_vllm/quantised", name=name, dtype=parameter.dtype)
     base = _base(model)
     head = base.get_output_embeddings()
     tied = getattr(base.config, "tie_word_embeddings", False)
     for name, module in base.named_modules():
         known = isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
-        if hasattr(module, "parameter_name") or (isinstance(module, AuxiliaryTrainingWrapper) and not known):
-            raise ConfigError(
-                f"The adapter's {type(module).__name__} at {name} cannot be merged by itself. Name modules, not "
-                "parameters or tokens, in peft_config, or leave use_vllm out."
-            )
-        if known and tied and module in (head, base.get_input_embeddings()):
-            raise ConfigError(
-                f"The adapter changes {name}, which the model ties to its other embedding; an engine has one weight "
-                "for both. Leave that module out of peft_config, or leave use_vllm out."
-            )
+        apart = hasattr(module, "parameter_name") or (isinstance(module, AuxiliaryTrainingWrapper) and not known)
+        refusal.when(apart, "use_vllm/unmergeable", kind=type(module).__name__, name=name)
+        in_embedding = known and tied and module in (head, base.get_input_embeddings())
+        refusal.when(in_embedding, "use_vllm/tied", name=name)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
