@@ -42,7 +42,7 @@ def test_every_refusal_has_its_text_and_every_text_its_refusal(table: Path) -> N
 
 
 def test_a_refusal_fills_its_text() -> None:
-    refusal = Refusals(str(PACKAGE / "training" / "assembly" / "protocol.py"))
+    refusal = Refusals(str(PACKAGE / "training" / "loop.py"))
     refusal.when(False, "max_steps")
     with pytest.raises(ConfigError, match=r"sampler_rejection is 'k3' with loss_type 'vespo', whose weight"):
         refusal.when(True, "sampler_rejection", value="k3", loss="vespo")

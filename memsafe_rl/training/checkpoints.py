@@ -34,9 +34,9 @@ from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, plain_groups
 from memsafe_rl.data.prompts import Cursor, prompt_of
 from memsafe_rl.diagnostics.status import plain_number
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.models.module_state import copy_weights
+from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog
 from memsafe_rl.training.samples import Rollout
@@ -69,11 +69,7 @@ class Checkpoints:
     """Writes and restores the checkpoints of a run."""
 
     def __init__(self, setup: TrainingSetup, collector: Collector, hooks: Hooks) -> None:
-        if hooks.save_model is not None and setup.shards.divided:
-            raise ConfigError(
-                "save_model is overridden, with fsdp, under which no rank has the weights to save. Save after training "
-                "with trainer.save_model of the class itself, which gathers them."
-            )
+        refusal.when(hooks.save_model is not None and setup.shards.divided, "save_model/fsdp")
         self._setup = setup
         self._collector = collector
         self._hooks = hooks
@@ -240,11 +236,8 @@ def _read_again(setup: TrainingSetup, trajectory: Trajectory, position: int, con
     if reader.kept() is None:
         return
     read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
-    if not {tuple(ids.tolist()) for ids in trajectory.conditions.rows()} <= read:
-        raise ConfigError(
-            "the checkpoint's rollout was drawn from other prompts than train_dataset has at its position. Resume with "
-            "the dataset and the processor it was written with, or start anew."
-        )
+    stored = {tuple(ids.tolist()) for ids in trajectory.conditions.rows()}
+    refusal.when(not stored <= read, "checkpoint/prompts")
 
 
 def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:

@@ -23,7 +23,6 @@ from memsafe_rl.data.partial_rollouts import (
     joined_prompts,
 )
 from memsafe_rl.data.prompts import Prompts
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
@@ -32,6 +31,7 @@ from memsafe_rl.ops.evaluation import sample_metrics
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
+from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.objectives import judge, reward_metrics
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
@@ -473,16 +473,10 @@ def served_by(engine: RolloutEngine, plan: Any) -> Any:
         return plan
     if plan.engine not in (engine.name, RolloutPlan.engine):
         check_rollout_plan(plan)
-        raise ConfigError(
-            f"The memory policy asks for the engine {plan.engine!r}, but the run's is {engine.name!r}. Leave "
-            "RolloutPlan.engine out, or choose that engine in the configuration."
-        )
+        raise refusal("plan/engine", wanted=plan.engine, own=engine.name)
     if plan.cache_dtype not in (engine.cache_dtype, None):
         check_rollout_plan(plan)
-        raise ConfigError(
-            f"The memory policy asks for a cache of {plan.cache_dtype!r}, which changes what is drawn, and which the "
-            "run does not allow. Leave RolloutPlan.cache_dtype out, or set cache_implementation='quantized'."
-        )
+        raise refusal("plan/cache", wanted=plan.cache_dtype)
     return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import check_dataset
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.metrics.run_log import RunLog
@@ -49,10 +50,7 @@ def track_best(config: TrainerConfig, report: RunLog, state: RunState, metrics: 
     if name is None:
         return
     name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in metrics:
-        raise ConfigError(
-            f"metric_for_best_model is {name!r}, which evaluation does not give. Use one of {sorted(metrics)}."
-        )
+    refusal.when(name not in metrics, "metric_for_best_model", name=name, known=sorted(metrics))
     value, best = metrics[name], progress.best_metric
     if math.isnan(value):
         return

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory, is_on_host
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.compiling import compiled_blocks
@@ -26,6 +25,7 @@ from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
 from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
 from memsafe_rl.slices import MicroBatch
+from memsafe_rl.training import refusal
 from memsafe_rl.types import (
     Denominators,
     LossInputs,
@@ -266,16 +266,10 @@ def check_separable(settings: LossSettings) -> None:
         "off_policy_mask_threshold": "off_policy_mask_threshold=None",
         "loss_type": f"a loss_type whose traits are separable: {separable}",
     }
-    if LOSSES[settings.loss_type].traits.tokens_only:
-        raise ConfigError(
-            f"loss_type is {settings.loss_type!r}, which compares probabilities of tokens; a denoising step has none. "
-            f"Set {remedies['loss_type']}."
-        )
+    loss = settings.loss_type
+    refusal.when(LOSSES[loss].traits.tokens_only, "loss_type/tokens", value=loss, remedy=remedies["loss_type"])
     for name in needs_whole_rows(settings):
-        raise ConfigError(
-            f"{name} is {getattr(settings, name)!r}, which weighs or masks whole rows, but the steps of a denoising "
-            f"chain are learnt one by one. Set {remedies[name]}."
-        )
+        raise refusal("loss_type/rows", name=name, value=getattr(settings, name), remedy=remedies[name])
 
 
 def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
-from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import (
     BalanceTerms,
@@ -332,12 +333,8 @@ def make_committer(
     """Makes optimizer, schedule and loss scale."""
     config, repeat = setup.config, setup.recovery.repeat
     optimizer, scheduler = given
-    if optimizer is not None and setup.shards.divided:
-        raise ConfigError(
-            f"optimizers holds a {type(optimizer).__name__} with fsdp, made of weights that are divided since. Name an "
-            "optimizer by optim."
-        )
     if optimizer is not None:
+        refusal.when(setup.shards.divided, "optimizers/divided", kind=type(optimizer).__name__)
         check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
         if (
             config.master_weights is None

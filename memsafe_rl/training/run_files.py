@@ -23,10 +23,11 @@ from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, write_json
-from memsafe_rl.errors import ConfigError, SaveError
+from memsafe_rl.errors import SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RUN_FILE, records_until, still_ours
+from memsafe_rl.training import refusal
 from memsafe_rl.training.checkpoints import Checkpoints, Saved
 from memsafe_rl.training.metrics.run_log import RunLog
 from memsafe_rl.training.setup import TrainingSetup
@@ -90,10 +91,7 @@ class RunFiles:
                 report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
                 state.history.open(folder.path / STEPS_FILE, stamp, folder.mark.lineage if goes_on else None, step)
             except OSError as error:
-                raise ConfigError(
-                    f"{error.filename or folder.path} cannot be written ({error.strerror}), so the run could not log "
-                    "there. Make its log files writable, or set another output_dir."
-                ) from error
+                raise refusal("output_dir", path=error.filename or folder.path, error=error.strerror) from error
         if checkpoint is None:
             return
         logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
@@ -182,10 +180,7 @@ class RunFiles:
         config, place = self._config, folder.absolute()
         overwrite = bool(config.overwrite_output_dir)
         if is_checkpoint(place) and place.parent.resolve() == Path(config.output_dir).resolve():
-            raise ConfigError(
-                f"save_model was given {str(folder)!r}, the place of a checkpoint of this run, which holds the weights "
-                "itself. Load them from there, or save to a folder of another name."
-            )
+            raise refusal("save_model/checkpoint", folder=str(folder))
         save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
         self._models.add(place)
 

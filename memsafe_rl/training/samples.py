@@ -13,10 +13,10 @@ from torch import Tensor
 from memsafe_rl.accounting import charge, claim, host_memory
 from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
+from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.objectives import objective_advantages
 from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, SequenceKey, Trajectory
 
@@ -145,12 +145,7 @@ def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bo
     places = {identity: place for place, identity in enumerate(unique)}
     starts = [piece.completion.start for piece in pieces if piece.completion.start is not None]
     split = len(pieces) > len(samples.completions)
-    if split and needs_whole:
-        raise ConfigError(
-            "An episode became several sequences, for the chat template changes what was said before once more is "
-            "said, but PPO and RLOO take an episode as one sequence. Set processing_class.chat_template to one that "
-            "keeps what was said, or use GRPO."
-        )
+    refusal.when(split and needs_whole, "episodes/split")
     return Trajectory(
         conditions=Ragged.from_rows(list(unique.values())),
         condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),

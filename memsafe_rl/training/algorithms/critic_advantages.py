@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import (
     adaptive_kl_coef,
@@ -24,6 +24,7 @@ from memsafe_rl.ops.gae import (
     token_rewards,
     whiten,
 )
+from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
@@ -42,11 +43,8 @@ class CriticAdvantages:
 
     def __init__(self, config: PPOConfig, critic: Critic) -> None:
         self.critic, self.critics = critic, (critic,)
-        if config.critic_warmup_rollouts and critic.shares_forward:
-            raise ConfigError(
-                f"critic_warmup_rollouts is {config.critic_warmup_rollouts}, but the critic is a head on the model's "
-                "own hidden states, so that it moves the policy. Pass critic='adapter' or a model, or set it to 0."
-            )
+        warmup = config.critic_warmup_rollouts
+        refusal.when(warmup and critic.shares_forward, "critic_warmup_rollouts", value=warmup)
         self._config = config
         self._kl_scale, self._rollouts = 1.0, 0
 

@@ -18,13 +18,8 @@ from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepa
 from memsafe_rl.models.diffusion.state_critic import StateCritic, StateNetwork
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.engines.denoising import DenoisingEngine
-from memsafe_rl.training.assembly.protocol import (
-    ModelFactory,
-    ModelFamily,
-    TrainingRequest,
-    refusal,
-    register_model_family,
-)
+from memsafe_rl.training import refusal
+from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.training.gradient import check_separable
 from memsafe_rl.types import Completion, Component, SamplingSettings
 

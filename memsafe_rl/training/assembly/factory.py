@@ -37,6 +37,7 @@ from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, c
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
+from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import (
     Advantages,
     GroupAdvantages,
@@ -55,7 +56,7 @@ from memsafe_rl.training.assembly.inputs import (
     training_prompts,
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
-from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest, refusal
+from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.scorer import Scorer

@@ -32,7 +32,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.training.assembly.protocol import refusal
+from memsafe_rl.training import refusal
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)

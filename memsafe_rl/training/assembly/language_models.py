@@ -33,14 +33,9 @@ from memsafe_rl.models.loading import (
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
+from memsafe_rl.training import refusal
 from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
-from memsafe_rl.training.assembly.protocol import (
-    ModelFactory,
-    ModelFamily,
-    TrainingRequest,
-    refusal,
-    register_model_family,
-)
+from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 _READ_PROMPTS = {

@@ -13,14 +13,10 @@ import torch
 from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import PromptReader, Prompts
-from memsafe_rl.errors import Refusals
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.types import Completion, SamplingSettings
-
-refusal = Refusals(__file__)
-"""What cannot be put together to a run."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.config.settings import OPTIMIZERS
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
+from memsafe_rl.training import refusal
 from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.types import Component
 from memsafe_rl.units import format_bytes
@@ -359,20 +360,13 @@ def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     choice, optim = config.master_weights, str(getattr(config.optim, "value", config.optim))
     if given is not None and choice in ("on", STOCHASTIC) and half_weights_of(model, choice, None):
-        raise ConfigError(
-            f"master_weights is {choice!r} with a {type(given).__name__} in optimizers, which holds the weights "
-            "themselves. Name an optimizer by optim instead, or load the model in float32."
-        )
+        raise refusal("master_weights/given", choice=choice, kind=type(given).__name__)
     parts = LocalParts(trained)
     half = [parts.of(weight) for weight in half_weights_of(model, choice, given)]
     if not half:
         return HalfWeights(parts)
     if choice == STOCHASTIC:
-        if OPTIMIZERS.get(optim) == "torchao":
-            raise ConfigError(
-                f"master_weights is {choice!r} with optim {optim!r}, whose step is compiled for its own tensors. Set "
-                "optim to 'adamw_torch_fused' or 'adamw_bnb_8bit', or master_weights=True."
-            )
+        refusal.when(OPTIMIZERS.get(optim) == "torchao", "master_weights/compiled", choice=choice, optim=optim)
         return HalfWeights(parts, half, StochasticRounding(half, config.seed))
     made = HalfWeights(parts, half, MasterCopies(half))
     if choice is None:

@@ -17,6 +17,7 @@ from transformers import Trainer, get_scheduler
 from memsafe_rl.accounting import charge, device_type_of
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
+from memsafe_rl.training import refusal
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
 from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.training.optim.state import (
@@ -56,11 +57,8 @@ def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Modu
         trained = trained_parameters(network)
         left_out = [parameter for parameter in trained if id(parameter) not in held]
         if trained and len(left_out) == len(trained):
-            raise ConfigError(
-                f"optimizers holds a {type(optimizer).__name__} with none of the {len(trained)} trained tensors of the "
-                f"{name}, which would learn nothing. Make it of trainer.{_WHERE[name]}.parameters() (add_param_group "
-                "before train), or leave it out and name one by optim."
-            )
+            kind, where = type(optimizer).__name__, _WHERE[name]
+            raise refusal("optimizers/none", kind=kind, count=len(trained), network=name, where=where)
         if left_out:
             logger.warning(
                 "%d of %d trained tensors of the %s are in none of the optimizer's groups, and stay as they are.",
@@ -90,10 +88,7 @@ def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = No
             arguments = {"foreach": True, **arguments}  # as PyTorch chooses on CUDA, but not for fake tensors
         optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"optim_args is {config.optim_args!r}, which optim {config.optim.value!r} cannot use: {error}. Change one "
-            "of the two."
-        ) from error
+        raise refusal("optim_args", given=config.optim_args, optim=config.optim.value, error=error) from error
     return optimizer
 
 
@@ -300,10 +295,7 @@ class Committer:
         try:
             self.optimizer.load_state_dict(self.half.parts.cut_state(state["optimizer"], self._parts))
         except ValueError as error:
-            raise ConfigError(
-                f"the checkpoint holds the state of another optimizer than this {type(self.optimizer).__name__} "
-                f"({error}). Resume with the model and the optimizer it was written with."
-            ) from error
+            raise refusal("checkpoint/optimizer", kind=type(self.optimizer).__name__, error=error) from error
         self.half.load_state_dict(state)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
@@ -399,10 +391,7 @@ class ReferenceMix:
 def _refuse_half_weights(model: nn.Module) -> None:
     half = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
     if half:
-        raise ConfigError(
-            f"fp16 trains with a loss scale, which needs fp32 weights, but {len(half)} trained weights are float16, "
-            f"such as {half[0]!r}. Load the model with dtype='float32', or set fp16=False and bf16=True."
-        )
+        raise refusal("fp16", count=len(half), name=half[0])
 
 
 def _clip_factors(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> ClipFactors:
