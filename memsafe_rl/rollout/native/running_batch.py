@@ -145,8 +145,16 @@ class _RunningBatch:
             for _ in range(_SPAN_STEPS):
                 if self._is_due():
                     break
-                self._step()
-        self._tell()
+                assert self._state is not None, "a step follows the rows' first tokens"
+                assert self._tokens_B is not None, "likewise"
+                self._streams = streams = self._streams or Streams.of(self._rows, self._adapter.device)
+                logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
+                self._tokens_B = draw_next(self.draw, logits_BV, self._rows, streams, self._eos)
+                del logits_BV  # its bytes are free before the next ones are made
+        ended = sum(one.ended for one in self._sequences)
+        if self._progress is not None and ended > self._told:
+            self._told = ended
+            self._progress(ended, len(self._sequences))
 
     def _waiting(self) -> list[LiveSequence]:
         """Sequences that are not in the batch: those begun first, then those kept, then the longest prompts."""
@@ -306,14 +314,6 @@ class _RunningBatch:
         self._template = _Template(prompts[0], logits_PV, state) if parted else None
         state.keep_whole(parted)
 
-    def _step(self) -> None:
-        assert self._state is not None, "a step follows the rows' first tokens"
-        assert self._tokens_B is not None, "likewise"
-        if self._streams is None:
-            self._streams = Streams.of(self._rows, self._adapter.device)
-        logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
-        self._tokens_B = draw_next(self.draw, logits_BV, self._rows, self._streams, self._eos)
-
     def _is_due(self) -> bool:
         """Whether rows should leave before the next step; none may idle past its longest length."""
         ended = [one for one in self._rows if one.ended]
@@ -337,12 +337,6 @@ class _RunningBatch:
             self._state = self._tokens_B = None
             return
         self._tokens_B = self._tokens_B[torch.tensor(going, device=self._tokens_B.device)]
-
-    def _tell(self) -> None:
-        ended = sum(one.ended for one in self._sequences)
-        if self._progress is not None and ended > self._told:
-            self._told = ended
-            self._progress(ended, len(self._sequences))
 
 
 def _check(

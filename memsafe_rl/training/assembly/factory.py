@@ -213,7 +213,8 @@ def build_setup(
     )
     if config.sharded and isinstance(machine.parallel, Replicas):
         setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
-    machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.resident_blocks
+    machine.holdings.networks = setup.networks
+    machine.holdings.resident_blocks = partial(getattr, adapter, "resident_blocks")
     return setup
 
 
