@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ Restore = Callable[[], Any]
 
 _KEEP_GRADIENTS = frozenset({"torch", "transformers", "bitsandbytes"})
 """Libraries whose optimizers read gradients and never write to them."""
+
+_KNOWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers with a step that allocates nothing: exactly these, since a child may differ."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -53,7 +57,7 @@ def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Itera
     True for PyTorch's own Adam, AdamW, SGD and Adagrad with `fused=True` whose state is there; measured with
     `CountingAllocator`. Tensor-valued rates and the user's hooks may allocate, and so may every other optimizer.
     """
-    if type(optimizer) not in _MISSING or any(getattr(optimizer, name, None) for name in _HOOKS):
+    if type(optimizer) not in _KNOWN or any(getattr(optimizer, name, None) for name in _HOOKS):
         return False
     if not all(_is_fused(group) and not _has_tensors(group) for group in optimizer.param_groups):
         return False
@@ -107,35 +111,15 @@ def _has_tensors(group: Group) -> bool:
 
 def _missing(optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Parameter) -> Makers:
     """Makers of the entries of a parameter's state that are not there yet; none for an unknown optimizer."""
-    layout = _MISSING.get(type(optimizer))
-    return {} if layout is None else layout(group, optimizer.state.get(parameter, {}), parameter)
-
-
-def _missing_adam(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> Makers:
-    if state:
-        return {}
-    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    step = {"step": lambda: torch.zeros((), dtype=torch.float32, device=parameter.device)}
-    return step | {name: lambda: _zeros(parameter) for name in names}
-
-
-def _missing_sgd(group: Group, state: Mapping[str, Any], parameter: nn.Parameter) -> Makers:
-    if group["momentum"] == 0 or state.get("momentum_buffer") is not None:
-        return {}
-    return {"momentum_buffer": lambda: _zeros(parameter)}
-
-
-def _zeros(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-_MISSING: dict[type[torch.optim.Optimizer], Callable[..., Makers]] = {
-    torch.optim.Adam: _missing_adam,
-    torch.optim.AdamW: _missing_adam,
-    torch.optim.SGD: _missing_sgd,
-    torch.optim.Adagrad: lambda *_: {},  # its constructor makes it
-}
-"""What each optimizer with an allocation-free step keeps for a parameter; exact classes, since a child may differ."""
+    state, kind = optimizer.state.get(parameter, {}), type(optimizer)
+    zeros = partial(torch.zeros_like, parameter, memory_format=torch.preserve_format)
+    if kind in (torch.optim.Adam, torch.optim.AdamW) and not state:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        step = partial(torch.zeros, (), dtype=torch.float32, device=parameter.device)
+        return {"step": step, **dict.fromkeys(names, zeros)}
+    if kind is torch.optim.SGD and group["momentum"] != 0 and state.get("momentum_buffer") is None:
+        return {"momentum_buffer": zeros}
+    return {}
 
 
 # ------------------------------------------------------------------ parking
@@ -243,10 +227,9 @@ def remember(value: Any, seen: dict[int, Restore]) -> Restore:
     seen[id(value)] = _constant(value)  # for what holds itself
     if isinstance(value, Tensor):
         seen[id(value)] = _remember_tensor(value)
-    elif isinstance(value, dict):
-        seen[id(value)] = _remember_dict(value, seen)
-    elif isinstance(value, (list, tuple)):
-        seen[id(value)] = _remember_items(value, seen)
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        seen[id(value)] = _remember_parts(value, {key: remember(part, seen) for key, part in items})
     elif isinstance(value, torch.optim.Optimizer):
         remembered = remember(vars(value), seen)
         seen[id(value)] = lambda: (remembered(), value)[1]
@@ -273,25 +256,14 @@ def _remember_tensor(value: Tensor) -> Restore:
     return restore
 
 
-def _remember_dict(value: dict[Any, Any], seen: dict[int, Restore]) -> Restore:
-    parts = {key: remember(part, seen) for key, part in value.items()}
-
-    def restore() -> dict[Any, Any]:
+def _remember_parts(value: Any, parts: Mapping[Any, Restore]) -> Restore:
+    def restore() -> Any:
         items = {key: part() for key, part in parts.items()}
-        value.clear()
-        value.update(items)
-        return value
-
-    return restore
-
-
-def _remember_items(value: list[Any] | tuple[Any, ...], seen: dict[int, Restore]) -> Restore:
-    parts = [remember(part, seen) for part in value]
-
-    def restore() -> list[Any] | tuple[Any, ...]:
-        items = [part() for part in parts]
-        if isinstance(value, list):
-            value[:] = items
+        if isinstance(value, dict):
+            value.clear()
+            value.update(items)
+        elif isinstance(value, list):
+            value[:] = items.values()
         return value
 
     return restore
