@@ -370,17 +370,15 @@ def half_weights_for(model: nn.Module, config: Any, given: torch.optim.Optimizer
         return HalfWeights(parts, half, StochasticRounding(half, config.seed))
     made = HalfWeights(parts, half, MasterCopies(half))
     if choice is None:
-        logger.warning("%s", _decided(half))
+        logger.warning(
+            "%d trained weights are held in %s, which rounds small updates away: the optimizer steps on float32 copies "
+            "of them, %s more (master_weights=True). master_weights='stochastic_rounding' does without the copies, "
+            "False without either.",
+            len(half),
+            str(half[0].dtype).removeprefix("torch."),
+            format_bytes(4 * sum(weight.numel() for weight in half)),
+        )
     return made
-
-
-def _decided(half: Sequence[nn.Parameter]) -> str:
-    size, kind = format_bytes(4 * sum(weight.numel() for weight in half)), str(half[0].dtype).removeprefix("torch.")
-    return (
-        f"{len(half)} trained weights are held in {kind}, which rounds small updates away: the optimizer steps on "
-        f"float32 copies of them, {size} more (master_weights=True). master_weights='stochastic_rounding' does without "
-        "the copies, False without either."
-    )
 
 
 @contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import local_part
 from memsafe_rl.models.module_state import DividedPart, local_slice
+
+Change = Callable[[Any, nn.Parameter], Any]
+"""What is made of a value that is kept for a part."""
 
 
 class LocalParts:
@@ -52,15 +55,8 @@ class LocalParts:
         fits = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
         return local_slice(value, weight) if weight is not None and fits else value
 
-    def marked_state(self, state: Mapping[str, Any], parts: Sequence[nn.Parameter]) -> dict[str, Any]:
-        """Marks an optimizer's state, of these parts in its order."""
-        return self._each(state, parts, self.marked)
-
-    def cut_state(self, state: Mapping[str, Any], parts: Sequence[nn.Parameter]) -> dict[str, Any]:
-        """Cuts an optimizer's whole state."""
-        return self._each(state, parts, self.cut)
-
-    def _each(self, state: Mapping[str, Any], parts: Sequence[nn.Parameter], change: Any) -> dict[str, Any]:
+    def each(self, state: Mapping[str, Any], parts: Sequence[nn.Parameter], change: Change) -> dict[str, Any]:
+        """Marks or cuts, by `marked` or `cut`, an optimizer's state of these parts in its order."""
         kept = {
             index: {name: change(value, parts[index]) for name, value in entries.items()}
             for index, entries in state["state"].items()

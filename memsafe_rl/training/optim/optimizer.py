@@ -283,7 +283,8 @@ class Committer:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state of optimizer, schedule and scale."""
-        held = self.half.parts.marked_state(self.optimizer.state_dict(), self._parts)
+        parts = self.half.parts
+        held = parts.each(self.optimizer.state_dict(), self._parts, parts.marked)
         state = {"optimizer": held, "scheduler": self.scheduler.state_dict()}
         state |= self.half.state_dict()
         return state if self.scaler is None else {**state, "scaler": self.scaler.state_dict()}
@@ -292,8 +293,9 @@ class Committer:
         """Restores what `state_dict` gave, after the weights; the state before goes first. May be repeated."""
         self._parking.forget()
         self.optimizer.state.clear()
+        parts = self.half.parts
         try:
-            self.optimizer.load_state_dict(self.half.parts.cut_state(state["optimizer"], self._parts))
+            self.optimizer.load_state_dict(parts.each(state["optimizer"], self._parts, parts.cut))
         except ValueError as error:
             raise refusal("checkpoint/optimizer", kind=type(self.optimizer).__name__, error=error) from error
         self.half.load_state_dict(state)
