@@ -40,7 +40,6 @@ from memsafe_rl.training.samples import (
     Rollout,
     Samples,
     build_trajectory,
-    joined_pairs,
     judged,
     partial_metrics,
     rejection_metrics,
@@ -415,16 +414,14 @@ class Collector:
         if not self._config.dynamic_sampling:
             return samples, consumed
         wanted = len(samples.prompts.ids)
-        useful, spare = self._repeat(_parted, samples)
         for _ in range(self._config.dynamic_sampling_max_rounds):
-            if len(useful.prompts.ids) >= wanted:
+            if self._repeat(_flat_groups, samples).count(False) >= wanted:
                 break
             prompts = self._read(state.cursor.position + consumed, wanted)
             fresh = self._rewarded(*self._draw(self._groups(prompts, state, first=consumed), state))
             consumed += wanted
-            more, flat = self._repeat(_parted, fresh)
-            useful, spare = self._repeat(joined_pairs, (useful, spare), (more, flat))
-        return self._repeat(_first_groups, useful, spare, wanted), consumed
+            samples = self._repeat(samples.joined, fresh)
+        return self._repeat(_useful_groups, samples, wanted), consumed
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
@@ -492,15 +489,16 @@ def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], M
     return run
 
 
-def _parted(samples: Samples) -> tuple[Samples, Samples]:
-    """Splits groups into those whose rewards differ and those whose rewards are all equal."""
+def _flat_groups(samples: Samples) -> list[bool]:
+    """Tells of each group whether its rewards are all equal."""
     flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
-    useful, spare = ([i for i, is_flat in enumerate(flat) if is_flat is wanted] for wanted in (False, True))
-    return samples.groups(useful), samples.groups(spare)
+    return flat
 
 
-def _first_groups(useful: Samples, spare: Samples, count: int) -> Samples:
-    return useful.joined(spare).groups(list(range(count)))
+def _useful_groups(samples: Samples, count: int) -> Samples:
+    """Takes the first groups whose rewards differ, and where they are too few, the first of the others."""
+    flat = _flat_groups(samples)
+    return samples.groups(sorted(range(len(flat)), key=flat.__getitem__)[:count])
 
 
 def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:

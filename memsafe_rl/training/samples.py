@@ -229,11 +229,6 @@ def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
     }
 
 
-def joined_pairs(mine: tuple[Samples, Samples], more: tuple[Samples, Samples]) -> tuple[Samples, Samples]:
-    """Joins two pairs of samples, first with first and second with second."""
-    return mine[0].joined(more[0]), mine[1].joined(more[1])
-
-
 def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
     """Lists the sequences that samples are learnt from, and which sample each is a part of."""
     if samples.pieces:

@@ -66,7 +66,7 @@ class KeptCaches:
             self._rows.setdefault(reader, {}).clear()
         self._weights[reader] = weights
         self._give_up_ended()
-        return KeptRows(self, adapter, self._rows.setdefault(reader, {}))
+        return KeptRows(adapter, self._rows.setdefault(reader, {}))
 
     def nbytes(self, in_flight: Sequence[PromptBlock] = ()) -> int:
         """Counts the keys and values of rows that wait."""
@@ -99,47 +99,38 @@ class KeptCaches:
             yield from rows.values()
 
 
+@dataclass(frozen=True)
 class KeptRows:
     """Rows of one role."""
 
-    def __init__(self, everything: KeptCaches, adapter: ModelAdapter, rows: dict[RowName, _Waiting]) -> None:
-        self.everything = everything
-        self._adapter = adapter
-        self._rows = rows
+    adapter: ModelAdapter  # the network that read them
+    rows: dict[RowName, _Waiting]  # those that wait
 
     def common(self, name: RowName, ids: Tensor) -> int:
         """Counts the tokens of a context that need not be read; frees a row that is of no use."""
-        row = self._rows.get(name)
+        row = self.rows.get(name)
         if row is None:
             return 0
         shorter = min(len(row.ids), len(ids) - 1)
         with host_memory():
             differing = (row.ids[:shorter] != ids[:shorter]).nonzero()
             shared = int(differing[0]) if len(differing) else shorter
-        windows = self._adapter.geometry.windows
+        windows = self.adapter.geometry.windows
         if shared * _WORTH < len(row.ids) or shared < 1 or not row.cache.goes_back_to(shared, windows):
-            del self._rows[name]
+            del self.rows[name]
             return 0
         return shared
 
-    def waiting(self, name: RowName) -> RowCache:
-        """Gives a row that waits, to be looked at."""
-        return self._rows[name].cache
-
-    def drop(self, name: RowName) -> None:
-        """Frees a row."""
-        del self._rows[name]
-
     def take(self, names: Sequence[RowName]) -> list[RowCache]:
         """Takes rows out."""
-        return [self._rows.pop(name).cache for name in names]
+        return [self.rows.pop(name).cache for name in names]
 
     def set_aside(
         self, state: DecodeState, leaving: Sequence[tuple[int, RowName, Tensor]], staying: Sequence[int]
     ) -> DecodeState:
         """Takes rows that have ended out of a state, and keeps them if they can be read on."""
         rows = cast(SharedPrefixState, state)  # as of every adapter with `kv_retention`
-        positions, windows = rows.positions, self._adapter.geometry.windows
+        positions, windows = rows.positions, self.adapter.geometry.windows
         wanted: dict[int, int] = {}
         for row, _, ids in leaving:
             tokens = min(positions[row], len(ids))
@@ -150,5 +141,5 @@ class KeptRows:
         told = {row: (name, ids) for row, name, ids in leaving}
         for row, cache in zip(wanted, caches, strict=True):
             name, ids = told[row]
-            self._rows[name] = _Waiting(ids[: cache.tokens], cache)
+            self.rows[name] = _Waiting(ids[: cache.tokens], cache)
         return rest

@@ -192,8 +192,8 @@ class _RunningBatch:
         """Chooses what joins the batch from what was kept; what does not fit an empty batch is read anew."""
         alike = [one for one in waiting if self._common(one)]
         for one in alike:
-            one.base = min(kept.waiting(name_of(one.key)).base, self._common(one))
-        caches = {id(one): kept.waiting(name_of(one.key)) for one in alike}
+            one.base = min(kept.rows[name_of(one.key)].cache.base, self._common(one))
+        caches = {id(one): kept.rows[name_of(one.key)].cache for one in alike}
         alike.sort(key=lambda one: (id(caches[id(one)].block), caches[id(one)].prompt))  # rows of a block side by side
         blocks = {id(block): block for block in self._blocks()}
         blocks |= {id(cache.block): cache.block for cache in caches.values()}
@@ -203,7 +203,7 @@ class _RunningBatch:
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         if count == 0 and not self._rows:
             longest = max(alike, key=lambda one: len(one.prompt_ids))
-            kept.drop(name_of(longest.key))
+            del kept.rows[name_of(longest.key)]
             longest.base = len(longest.prompt_ids)
             return self._next_to_join(plan)
         return alike[:count]
