@@ -6,6 +6,7 @@ Every message states what failed, the value that failed with its unit, and what 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class MemoryBudgetError(MemsafeError, MemoryError):
         self.held_bytes = dict(held_bytes or {})
 
 
+@lru_cache
 def texts_beside(module: str, name: str) -> Any:
     """Reads a table of messages, in YAML, from the folder of a module's file."""
     text = Path(module).with_name(name).read_text(encoding="utf-8")
@@ -76,14 +78,15 @@ def texts_beside(module: str, name: str) -> Any:
 
 
 class Refusals:
-    """The refusals of a room: `ConfigError`s whose texts lie in a table beside a module."""
+    """The errors of one kind that a room makes, whose texts lie in a table beside a module, `refusals.yaml`."""
 
-    def __init__(self, module: str, name: str = "refusals.yaml") -> None:
-        self._texts: Mapping[str, str] = texts_beside(module, name)
+    def __init__(self, module: str, kind: type[MemsafeError] = ConfigError) -> None:
+        self._texts: Mapping[str, str] = texts_beside(module, "refusals.yaml")
+        self._kind = kind
 
-    def __call__(self, case: str, /, **values: object) -> ConfigError:
-        """Writes a refusal."""
-        return ConfigError(self._texts[case].format(**values))
+    def __call__(self, case: str, /, **values: object) -> MemsafeError:
+        """Makes an error."""
+        return self._kind(self._texts[case].format(**values))
 
     def when(self, broken: object, case: str, /, **values: object) -> None:
         """Refuses where a rule is broken."""

@@ -14,6 +14,7 @@ from memsafe_rl.errors import ConfigError, Refusals, texts_beside
 from tests.test_imports import PACKAGE, modules
 
 TABLES = sorted(PACKAGE.rglob("refusals.yaml"))
+NAMES = ("refusal", "unusable", "failure")  # what rooms call their `Refusals`
 
 
 def made_in(room: Path) -> Iterator[tuple[str, set[str]]]:
@@ -21,11 +22,13 @@ def made_in(room: Path) -> Iterator[tuple[str, set[str]]]:
     for path in modules(room):
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if isinstance(node, ast.Call) and called in ("refusal", "refusal.when"):
-                case = node.args[called == "refusal.when"]
-                parts = case.values if isinstance(case, ast.JoinedStr) else [case]
-                pattern = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
-                yield pattern, {str(each.arg) for each in node.keywords}
+            name, _, method = called.partition(".")
+            if isinstance(node, ast.Call) and name in NAMES and method in ("", "when"):
+                case = node.args[method == "when"]
+                for one in (case.body, case.orelse) if isinstance(case, ast.IfExp) else (case,):
+                    parts = one.values if isinstance(one, ast.JoinedStr) else [one]
+                    pattern = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+                    yield pattern, {str(each.arg) for each in node.keywords}
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)

@@ -20,6 +20,7 @@ from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
+from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine
 from memsafe_rl.rollout.external.kv_pool import pool_for
@@ -168,10 +169,7 @@ def _failed(error: BaseException | None, told: str) -> _Failed:
 def _completion(output: Any, settings: SamplingSettings) -> Completion:
     tokens, logprobs = output.generated_tokens, output.logprobs
     if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
-        raise MemsafeError(
-            "transformers' continuous batching gave a token no finite log-prob. Leave "
-            "use_transformers_continuous_batching out to decode with the library's own engine."
-        )
+        raise failure("broken/batching")
     return completion_of(tokens, logprobs, settings, finished=int(tokens[-1]) in settings.eos_token_ids)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
@@ -22,7 +22,7 @@ from memsafe_rl.models.diffusion.policy import Condition
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
-from memsafe_rl.rollout import refusal
+from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.engine import (
     Engine,
     EngineCapabilities,
@@ -91,8 +91,7 @@ class DenoisingEngine:
         refuse_begun(self.name, begun)
         if limits is not None:
             raise ConfigError(f"limits are {list(limits)}, but a chain always runs all of its steps. Leave limits out.")
-        if len(prompts) != len(keys):
-            raise DataError(f"{len(prompts)} prompts came with keys for {len(keys)}; give one list of keys per prompt.")
+        unusable.when(len(prompts) != len(keys), "prompts/keys", prompts=len(prompts), keys=len(keys))
         rows = [_Row(prompt, key) for prompt, of_prompt in zip(prompts, keys, strict=True) for key in of_prompt]
         drawn: list[Completion] = []
 
@@ -189,11 +188,7 @@ class DenoisingEngine:
             places = broken.flatten(1).any(1).nonzero()[:, 0].tolist()
         if places:
             key = rows[places[0]].key
-            raise MemsafeError(
-                f"The sample of prompt {key.prompt}, sample {key.sample} is not finite ({len(places)} of {len(rows)} "
-                "rows). The weights have probably diverged: lower the learning rate or resume from an earlier "
-                "checkpoint; if the denoiser runs in float16, use bfloat16 or float32, and state_dtype=torch.float32."
-            )
+            raise failure("broken/chain", prompt=key.prompt, sample=key.sample, broken=len(places), rows=len(rows))
 
 
 def draw_samples(model: nn.Module, prompts: Sequence[Any], *, seed: int = 0, rows_in_flight: int = 64) -> list[Any]:

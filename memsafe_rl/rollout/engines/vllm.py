@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from memsafe_rl.errors import DataError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout import refusal
+from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalEngine, Row, seed_of
 from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
@@ -109,11 +109,8 @@ class VLLMEngine(ExternalEngine):
 
     def _prepare(self, plan: RolloutPlan, row_tokens: int, rows: int) -> None:
         """Sees that an engine of the right size is there, awake, with the weights of the last `synchronise`."""
-        if self._settings.max_model_length is not None and row_tokens > self._settings.max_model_length:
-            raise DataError(
-                f"The longest prompt needs {row_tokens} tokens with its completion, but vllm_max_model_length is "
-                f"{self._settings.max_model_length}. Raise it, or leave it out."
-            )
+        limit = self._settings.max_model_length
+        unusable.when(limit is not None and row_tokens > limit, "prompts/vllm", tokens=row_tokens, limit=limit)
         rows = min(rows, max(1, plan.rows_in_flight))
         if self._hosted is not None and not self._serves(self._hosted, plan, row_tokens, rows):
             self._end()
@@ -197,11 +194,8 @@ class VLLMEngine(ExternalEngine):
             ids = torch.tensor([start], device=self._adapter.device)
             own_V = model(input_ids=ids, use_cache=False).logits[0, -1].float().log_softmax(-1)
         gap = max(abs(entry.logprob - float(own_V[token])) for token, entry in given.items())
-        if not gap <= _TOLERANCE.get(self._settings.dtype, 0.3):
-            raise MemsafeError(
-                f"vLLM's log-probs lie {gap:.3g} nats from the model's after its weights were handed over: it does not "
-                f"compute what {type(model).__name__} does. Leave use_vllm out to decode with the library's own engine."
-            )
+        close = gap <= _TOLERANCE.get(self._settings.dtype, 0.3)
+        failure.when(not close, "vllm/weights", gap=gap, model=type(model).__name__)
         self._unchecked = False
 
 
@@ -220,11 +214,7 @@ class _Run:
         total = len(self._waiting)
         patience = self._patience()
         while self._waiting or self._running:
-            if patience == 0:
-                raise MemsafeError(
-                    f"vLLM goes on without ending any of {len(self._running)} sequences. Leave use_vllm out to decode "
-                    "with the library's own engine."
-                )
+            failure.when(patience == 0, "vllm/endless", running=len(self._running))
             patience -= 1
             self._admit()
             finished = [output for output in self._engine.step() if output.finished]

@@ -14,11 +14,11 @@ import torch
 from requests.adapters import HTTPAdapter
 from torch import Tensor
 
-from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
@@ -198,10 +198,7 @@ class Servers:
                 return self._weights
             logger.warning("The weights %s in %s are damaged", label, self._settings.folder)
             self._weights = None
-        raise MemsafeError(
-            f"{str(self._settings.folder)!r} does not read back as it was written. Set vllm_server_weights_dir to a "
-            "folder on another disk."
-        )
+        raise failure("server/disk", folder=str(self._settings.folder))
 
     def _probed_ids(self) -> list[int]:
         vocab = self._adapter.geometry.vocab_size
@@ -217,11 +214,8 @@ class Servers:
         self, rows: Sequence[Row], request: EngineRequest, plan: RolloutPlan, reasons: dict[str, str]
     ) -> None:
         told = "; ".join(reasons.values())
-        if not (self._met and self._settings.falls_back):
-            raise MemsafeError(
-                f"No vLLM server drew {len(rows)} of {len(request.rows)} completions: {told}. Restart the servers, or "
-                "leave vllm_mode out."
-            )
+        falls_back = self._met and self._settings.falls_back
+        failure.when(not falls_back, "server/none", missing=len(rows), rows=len(request.rows), told=told)
         logger.warning("The own engine draws %d of %d completions: %s", len(rows), len(request.rows), told)
         groups: dict[int, list[SequenceKey]] = {}
         for row in rows:

@@ -16,6 +16,7 @@ from memsafe_rl.errors import DataError
 from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout import unusable
 from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding, refuse_settings
 from memsafe_rl.rollout.native.running_batch import opened
@@ -74,11 +75,8 @@ def request_of(
         whole = len(tokens) + settings.max_new_tokens
         if not tokens:
             raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the bos token.")
-        if limit is not None and whole > limit:
-            raise DataError(
-                f"Prompt {index} needs {whole} tokens with its completion, but the network has {limit} positions. "
-                "Shorten it, or lower max_completion_length."
-            )
+        passes = limit is not None and whole > limit
+        unusable.when(passes, "prompts/engine", index=index, whole=whole, limit=limit)
     rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
     row_tokens = max(map(len, ids), default=0) + settings.max_new_tokens
     return EngineRequest(ids, rows, keys, settings, row_tokens, progress)
@@ -218,11 +216,8 @@ class FunctionEngine(ExternalEngine):
                 drawn = list(self._draw(request, plan))
         finally:
             set_random_state(random)
-        if len(drawn) != len(request.rows):
-            raise DataError(
-                f"The rollout engine {self.name!r} gave {len(drawn)} completions for {len(request.rows)} rows. Give "
-                "one for each of request.prompts, in their order."
-            )
+        given, wanted = len(drawn), len(request.rows)
+        unusable.when(given != wanted, "completions", engine=self.name, completions=given, rows=wanted)
         for row, completion in enumerate(drawn):
             self._refuse_broken(row, completion, request.settings.max_new_tokens)
         return drawn

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout import refusal
+from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
 
 _MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
@@ -20,9 +20,6 @@ _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 _DEEPEST_TURN = 64
 """Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
-
-Conversation = str | Sequence[Message]
-"""A prompt, plain or conversational."""
 
 
 class UnrenderableError(DataError):
@@ -54,11 +51,7 @@ class PlainText:
 
 def check_template(tokenizer: Any) -> None:
     """Refuses conversations without a chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise DataError(
-            "the prompts are conversations but the tokenizer has no chat template. Set "
-            "processing_class.chat_template, or pass prompts as plain text."
-        )
+    unusable.when(getattr(tokenizer, "chat_template", None) is None, "template/none")
 
 
 class Chat:
@@ -74,11 +67,7 @@ class Chat:
         """Gives the ids of a whole conversation, up to where the next turn begins."""
         rendered = self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)
         ids = list(rendered["input_ids"])
-        if not ids:
-            raise DataError(
-                f"the chat template renders nothing for messages of the roles {_roles(messages)}. Set "
-                "processing_class.chat_template to one that writes them out."
-            )
+        unusable.when(not ids, "template/nothing", roles=_roles(messages))
         return ids
 
     def following(

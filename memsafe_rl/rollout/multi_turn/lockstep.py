@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout import unusable
 from memsafe_rl.rollout.multi_turn.calls import Call, Caller
 from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
@@ -126,11 +127,8 @@ class EpisodeBatch:
                 raise ConfigError("A user needs conversational prompts, but a prompt is plain text. Pass messages.")
             if isinstance(one.user, ModelUser):
                 one.instructions = one.user.instructions(one.example)
-            if not one.messages and one.user is None:
-                raise DataError(
-                    f"{one.environment.name} has no prompt: the dataset has none, `reset` gave none, and there is no "
-                    "user to begin. Return an observation from `reset`, or add a column 'prompt'."
-                )
+            silent = not one.messages and one.user is None
+            unusable.when(silent, "environment/prompt", name=one.environment.name)
             one.users_turn = one.user is not None and (not one.messages or one.messages[-1]["role"] != "user")
             if not one.users_turn:
                 self._open(one)
@@ -191,12 +189,8 @@ class EpisodeBatch:
         elif self._spent(one):
             one.messages += seen
             one.ending = Ending.TURNS
-        elif not seen:
-            raise DataError(
-                f"{one.environment.name}.step gave no observation although the episode is not done. Return a Step with "
-                "an observation, or with done=True."
-            )
         else:
+            unusable.when(not seen, "environment/observation", name=one.environment.name)
             self._go_on(one, seen)
 
     def _go_on(self, one: LiveEpisode, seen: Sequence[Message]) -> None:

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import DataError
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.compiling import compiling
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
+from memsafe_rl.rollout import unusable
 from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, KeptRows, name_of
@@ -347,27 +347,16 @@ def _check(
     limits: Sequence[int],
 ) -> None:
     check_settings(settings, geometry.vocab_size)
-    if len(lengths) != len(keys):
-        raise DataError(f"{len(lengths)} prompts came with keys for {len(keys)}; give one list of keys per prompt.")
-    for index, length in enumerate(lengths):
-        if length == 0:
-            raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the tokenizer's bos token.")
+    unusable.when(len(lengths) != len(keys), "prompts/keys", prompts=len(lengths), keys=len(keys))
+    for index, (length, new) in enumerate(zip(lengths, limits, strict=True)):
+        unusable.when(length == 0, "prompts/empty", index=index)
         limit = geometry.max_positions
-        if limit is not None and geometry.positions(length, limits[index]) > limit:
-            raise DataError(_too_long(index, length, limits[index], limit, geometry.source_bytes is None))
-
-
-def _too_long(index: int, length: int, new_tokens: int, limit: int, one_sequence: bool) -> str:
-    if one_sequence:
+        if limit is None or geometry.positions(length, new) <= limit:
+            continue
+        if geometry.source_bytes is not None:
+            raise unusable("prompts/encoder", index=index, length=length, new=new, limit=limit)
         shorter = f" or lower max_completion_length to at most {limit - length}" if limit > length else ""
-        return (
-            f"Prompt {index} has {length} tokens; with up to {new_tokens} new ones it passes the model's {limit} "
-            f"positions. Shorten the prompt{shorter}."
-        )
-    return (
-        f"Prompt {index} has {length} tokens and its completion up to {new_tokens}; the model's encoder and decoder "
-        f"have {limit} positions each. Shorten the prompt, or lower max_completion_length, to at most {limit}."
-    )
+        raise unusable("prompts/long", index=index, length=length, new=new, limit=limit, shorter=shorter)
 
 
 # ------------------------------------------------------------------ between turns

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.sampling import (
     Draw,
     greedy_tokens,
@@ -31,7 +31,7 @@ from memsafe_rl.ops.sampling import (
     sample_with_noise,
     taken_logprobs,
 )
-from memsafe_rl.rollout import refusal
+from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.native.processors import Rows, processors_of
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey, TextStops
 
@@ -395,20 +395,13 @@ def refuse_broken(values_4B: Tensor, keys: Sequence[SequenceKey], positions: Seq
     if not broken_B.any():
         return
     first = int(broken_B.nonzero()[0, 0])
-    key = keys[first]
-    where = (
-        f"No token can be drawn at position {positions[first]} of prompt {key.prompt}, sample {key.sample} "
-        f"({int(broken_B.sum())} of {len(keys)} rows): "
-    )
-    if bool(values_4B[2, first].isfinite()):
-        raise MemsafeError(
-            f"{where}the model gives a distribution, but the processors of its logits forbid every token or raise one "
-            "to infinity. Look at bad_words_ids, sequence_bias, suppress_tokens, min_new_tokens, no_repeat_ngram_size, "
-            "repetition penalties, forced tokens, exponential_decay_length_penalty and logits_processor."
-        )
-    raise MemsafeError(
-        f"{where}the logits hold NaN or +inf, or every token is at -inf. The weights have probably diverged: lower the "
-        "learning rate or resume from an earlier checkpoint; if the model runs in float16, use bfloat16 or float32."
+    raise failure(
+        "broken/processors" if bool(values_4B[2, first].isfinite()) else "broken/logits",
+        position=positions[first],
+        prompt=keys[first].prompt,
+        sample=keys[first].sample,
+        broken=int(broken_B.sum()),
+        rows=len(keys),
     )
 
 
@@ -443,10 +436,8 @@ def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: i
     """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
     if limits is None:
         return [max_new_tokens] * prompts
-    if len(limits) != prompts or not all(1 <= limit <= max_new_tokens for limit in limits):
-        raise DataError(
-            f"limits {list(limits)} for {prompts} prompts; give each one from 1 to max_new_tokens ({max_new_tokens})."
-        )
+    fit = len(limits) == prompts and all(1 <= limit <= max_new_tokens for limit in limits)
+    unusable.when(not fit, "limits", limits=list(limits), prompts=prompts, most=max_new_tokens)
     return limits
 
 

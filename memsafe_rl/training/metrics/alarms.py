@@ -27,7 +27,7 @@ _LEAST_SECONDS_LOST = 1.0
 _LEAST_SPREAD = 1e-6  # standard deviation, relative to the mean, up to which equal float32 rewards may seem to differ
 _REWARD_SECONDS = ("time/reward/", "_seconds")
 _TEXTS = texts_beside(__file__, "alarms.yaml")
-_REMEDIES: Mapping[str, str] = _TEXTS.pop("remedies")
+_REMEDIES: Mapping[str, str] = _TEXTS["remedies"]
 """What to do about a phase that has become slow."""
 
 
