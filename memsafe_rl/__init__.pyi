@@ -49,8 +49,8 @@ from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment as ToolEnvironme
 from memsafe_rl.rollout.multi_turn.users import CallableUser as CallableUser
 from memsafe_rl.rollout.multi_turn.users import ModelUser as ModelUser
 from memsafe_rl.trainers.grpo import GRPOTrainer as GRPOTrainer
+from memsafe_rl.trainers.grpo import RLOOTrainer as RLOOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer as PPOTrainer
-from memsafe_rl.trainers.rloo import RLOOTrainer as RLOOTrainer
 from memsafe_rl.training.assembly.factory import prepare as prepare
 from memsafe_rl.training.assembly.protocol import TrainingRequest as TrainingRequest
 from memsafe_rl.training.collector import Collector as Collector

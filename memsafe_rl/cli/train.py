@@ -29,10 +29,9 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
-from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.grpo import GRPOTrainer, RLOOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.trainers.rloo import RLOOTrainer
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import format_bytes, parse_bytes

@@ -1,8 +1,8 @@
-"""GRPO: a policy trainer whose advantages are relative to a group."""
+"""GRPO and RLOO: policy trainers whose advantages are relative to a group."""
 
 from __future__ import annotations
 
-from memsafe_rl.config.grpo import GRPOConfig
+from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 
 
@@ -41,3 +41,13 @@ class GRPOTrainer(PolicyTrainer):
     """
 
     config_class = GRPOConfig
+
+
+class RLOOTrainer(PolicyTrainer):
+    """Trains a model with REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740), with TRL 1.16's meanings.
+
+    Rewards pay for the KL to the reference (`beta`), and ratios are of whole completions, clipped as in PPO. Everything
+    else, from the arguments and errors to what happens when memory runs out, is as in `GRPOTrainer`.
+    """
+
+    config_class = RLOOConfig

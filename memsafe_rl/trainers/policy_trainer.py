@@ -79,20 +79,9 @@ class PolicyTrainer:
         environment_factory: Any = None,
         memory_policy: MemoryPolicy | str | None = None,
     ) -> None:
-        request = TrainingRequest(
-            model,
-            reward_funcs,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-            memory_policy,
-        )
+        data = train_dataset, eval_dataset, processing_class, reward_processing_classes
+        parts = quantization_config, peft_config, tools, rollout_func, environment_factory, memory_policy
+        request = TrainingRequest(model, reward_funcs, *data, *parts)
         self._build(request, args, callbacks, optimizers)
 
     def _build(

@@ -72,22 +72,9 @@ class PPOTrainer(PolicyTrainer):
                 "critic is the model itself. Leave critic out for a head on the model's own hidden states, or give a "
                 "copy of the model."
             )
-        request = TrainingRequest(
-            model,
-            reward_funcs,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-            memory_policy,
-            critic,
-            ref_model,
-        )
+        data = train_dataset, eval_dataset, processing_class, reward_processing_classes
+        parts = quantization_config, peft_config, tools, rollout_func, environment_factory, memory_policy
+        request = TrainingRequest(model, reward_funcs, *data, *parts, critic, ref_model)
         self._build(request, args, callbacks, optimizers)
 
     @property

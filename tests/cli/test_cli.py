@@ -33,7 +33,7 @@ from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderP
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.preflight.verify import Verification, verify_plan
 from memsafe_rl.rewards import REWARD_FUNCTIONS
-from memsafe_rl.trainers.rloo import RLOOTrainer
+from memsafe_rl.trainers.grpo import RLOOTrainer
 from tests.tiny import tiny_model, tiny_tokenizer
 
 RUNNER = CliRunner()
