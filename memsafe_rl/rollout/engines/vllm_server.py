@@ -23,8 +23,7 @@ from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEng
 from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
 from memsafe_rl.rollout.server.routes import Server, ServerError
-from memsafe_rl.rollout.server.weights import is_whole, written
-from memsafe_rl.rollout.vllm.weights import refuse_unmergeable
+from memsafe_rl.rollout.vllm.weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 logger = logging.getLogger(__name__)
