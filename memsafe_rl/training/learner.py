@@ -156,9 +156,9 @@ class Learner:
         counts = self._repeat(Stage.PREPARE, attrgetter("counted_actions"), trajectory)
         tokens = sum(counts[row] for row in rows)
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
-        counted = sum(trajectory.group_of_row[row] >= 0 for row in rows)
+        counted, loss = sum(trajectory.group_of_row[row] >= 0 for row in rows), self._settings.loss
         terms = StepTerms(
-            settings=self._setup.advantages.loss_settings(self._settings.loss),
+            settings=replace(loss, beta=loss.beta * self._setup.advantages.kl_scale),
             denominators=Denominators(rows=counted, tokens=tokens, entropy_tokens=kept),
             temperature=config.temperature,
             with_entropy=True,
@@ -335,7 +335,7 @@ def make_committer(
     optimizer, scheduler = given
     if optimizer is not None:
         refusal.when(setup.shards.divided, "optimizers/divided", kind=type(optimizer).__name__)
-        check_holds(optimizer, {"model": setup.model, **setup.advantages.modules()})
+        check_holds(optimizer, {"model": setup.model, **setup.beside})
         if (
             config.master_weights is None
             and rounds_to_nearest(optimizer)

@@ -143,16 +143,20 @@ class TrainingSetup:
         return self.committer
 
     @property
+    def beside(self) -> dict[str, nn.Module]:
+        """What is trained beside the model: the weights of a critic that are no part of it."""
+        return dict(zip(["critic"], (one.beside for one in self.advantages.critics), strict=False))
+
+    @property
     def trained(self) -> nn.Module:
         """The module of all that is trained."""
-        beside = self.advantages.modules()
-        return nn.ModuleDict({"model": self.model, **beside}) if beside else self.model
+        return nn.ModuleDict({"model": self.model, **self.beside}) if self.beside else self.model
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:
         """Every network whose weights lie on the device."""
         reference = () if self.reference_model is None else (self.reference_model,)
-        return (self.model, *reference, *self.advantages.modules().values(), *self.rewards.models)
+        return (self.model, *reference, *self.beside.values(), *self.rewards.models)
 
     @property
     def readers(self) -> dict[str, ModelGeometry]:

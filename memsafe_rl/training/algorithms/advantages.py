@@ -8,14 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.grpo import RLOOConfig
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import Component, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
@@ -51,6 +51,7 @@ class GroupAdvantages:
     joins_sequences: bool = True  # whether an episode that became several sequences can be learnt from
     by_token: bool = False  # whether a sequence's tokens have advantages of their own
     critics: tuple[Critic, ...] = ()  # networks whose values are read, and which are trained and saved
+    kl_scale: float = 1.0  # by which the loss's KL coefficient is multiplied
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
         """Adds log-probs under the present weights if needed; the first update's ratios are of its own even so."""
@@ -65,17 +66,9 @@ class GroupAdvantages:
         trajectory = replace(trajectory, old_logprobs=numbers) if self.needs.logprobs else trajectory
         return replace(trajectory, action_advantages=numbers) if self.by_token else trajectory
 
-    def modules(self) -> dict[str, nn.Module]:
-        """Trains nothing beside the model."""
-        return {}
-
     def work(self, work: UpdateWork) -> UpdateWork:
         """Adds nothing."""
         return work
-
-    def loss_settings(self, settings: LossSettings) -> LossSettings:
-        """Leaves the loss as configured."""
-        return settings
 
     def loss_term(self) -> ValueTerms | None:
         """Adds no term."""
@@ -89,7 +82,7 @@ class GroupAdvantages:
 
     def state_dict(self) -> dict[str, Any]:
         """Keeps the scale under which checkpoints of critics are read, at its start."""
-        return {"kl_scale": 1.0}
+        return {"kl_scale": self.kl_scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has nothing to restore."""

@@ -10,7 +10,7 @@ from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.ppo import PPOConfig
@@ -27,7 +27,7 @@ from memsafe_rl.ops.gae import (
 from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, LossSettings, Ragged, Trajectory, UnitBytes, UpdateWork
+from memsafe_rl.types import Component, Ragged, Trajectory, UnitBytes, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.scorer import Scorer
@@ -46,7 +46,7 @@ class CriticAdvantages:
         warmup = config.critic_warmup_rollouts
         refusal.when(warmup and critic.shares_forward, "critic_warmup_rollouts", value=warmup)
         self._config = config
-        self._kl_scale, self._rollouts = 1.0, 0
+        self.kl_scale, self._rollouts = 1.0, 0
 
     @property
     def needs(self) -> ScoringNeeds:
@@ -61,10 +61,6 @@ class CriticAdvantages:
             return self._config.kl_coef != 0 or self._config.kl_target is not None
         return self.critic.shares_forward or self._config.has_reference
 
-    def modules(self) -> dict[str, nn.Module]:
-        """Names the critic's weights that are no part of the model."""
-        return {"critic": self.critic.beside}
-
     def work(self, work: UpdateWork) -> UpdateWork:
         """Adds the critic's gradients to a step's shape, and what its pairs hold."""
         trainable_bytes = work.geometry.trainable_bytes + self.critic.beside_bytes
@@ -76,10 +72,6 @@ class CriticAdvantages:
     def loss_term(self) -> ValueTerms:
         """Gives the critic's part of an optimizer step's loss."""
         return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
-
-    def loss_settings(self, settings: LossSettings) -> LossSettings:
-        """Gives the policy's loss with its adaptive KL coefficient."""
-        return replace(settings, beta=settings.beta * self._kl_scale)
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
         """Adds values, and log-probs where they are needed, from the same pass if the critic shares it.
@@ -119,7 +111,7 @@ class CriticAdvantages:
         _refuse_broken(values_BT, judged_BT)
         kl_BT = self._kl(trajectory)
         scores_B = self._scores(trajectory, rewards_B.to(values_BT.dtype))
-        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self._kl_scale)
+        rewards_BT = token_rewards(scores_B, judged_BT, kl_BT=kl_BT, kl_coef=config.kl_coef * self.kl_scale)
         costs_B = scores_B - rewards_BT.sum(1)
         if config.whiten_rewards:
             rewards_BT = whiten(rewards_BT, judged_BT, shift_mean=False)
@@ -142,7 +134,7 @@ class CriticAdvantages:
                 ROLLOUT_KL: float(kl_B[counted_B].mean()),
                 "objective/non_score_reward": -float(costs_B[counted_B].mean()),
                 **({} if config.beta else {"kl": float(kl_B.sum()) / max(1, int(judged_BT.sum()))}),
-                "kl_coef": (config.kl_coef or config.beta) * self._kl_scale,
+                "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
             }
         lengths = trajectory.actions.lengths
         judged = replace(
@@ -164,8 +156,8 @@ class CriticAdvantages:
         config = self._config
         self._rollouts += 1
         if config.kl_target is not None and ROLLOUT_KL in metrics:
-            self._kl_scale = adaptive_kl_coef(
-                self._kl_scale,
+            self.kl_scale = adaptive_kl_coef(
+                self.kl_scale,
                 metrics[ROLLOUT_KL],
                 target=config.kl_target,
                 rows=config.rollout_rows,
@@ -174,15 +166,15 @@ class CriticAdvantages:
 
     def reset(self) -> None:
         """Starts the KL coefficients where the configuration has them, and the critic's warm-up."""
-        self._kl_scale, self._rollouts = 1.0, 0
+        self.kl_scale, self._rollouts = 1.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the factor of the KL coefficients, and the rollouts learnt from."""
-        return {"kl_scale": self._kl_scale, "rollouts": self._rollouts}
+        return {"kl_scale": self.kl_scale, "rollouts": self._rollouts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores them; a checkpoint of earlier versions, which had no warm-up, is past it."""
-        self._kl_scale = state["kl_scale"]
+        self.kl_scale = state["kl_scale"]
         self._rollouts = state.get("rollouts", self._config.critic_warmup_rollouts)
 
     def _judged(self, mask_BT: Tensor) -> Tensor:

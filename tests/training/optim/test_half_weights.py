@@ -434,7 +434,7 @@ def test_a_critic_is_stepped_on_like_the_model(choice: Any, tmp_path: Path) -> N
     trainer.train()
     committer = trainer.setup.committed
     held = {id(one) for group in committer.optimizer.param_groups for one in group["params"]}
-    critics = [one for module in trainer.setup.advantages.modules().values() for one in module.parameters()]
+    critics = [one for module in trainer.setup.beside.values() for one in module.parameters()]
     half = [one for one in critics if one.dtype == torch.bfloat16]
     assert len(half) > 20
     for one in half:
