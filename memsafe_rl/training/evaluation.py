@@ -8,8 +8,7 @@ from typing import Any
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import check_dataset
-from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.training import refusal
+from memsafe_rl.training import refusal, unusable
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.metrics.run_log import RunLog
@@ -20,16 +19,14 @@ def evaluated(
     collector: Collector, learner: Learner, report: RunLog, state: RunState, dataset: Any, prefix: str
 ) -> dict[str, float]:
     """Draws and rewards completions for the prompts of a dataset, or of each of a mapping of them, and logs them."""
-    if dataset is None:
-        raise ConfigError("evaluate() needs prompts. Pass eval_dataset to the trainer or to evaluate().")
+    refusal.when(dataset is None, "evaluate")
     if isinstance(dataset, Mapping):
         merged: dict[str, float] = {}
         for name, part in dataset.items():
             merged |= evaluated(collector, learner, report, state, part, f"{prefix}_{name}")
         return merged
     examples = list(check_dataset(dataset, "eval_dataset", collector.reader.columns))
-    if not examples:
-        raise DataError("eval_dataset is empty. Pass at least one example with a 'prompt' column.")
+    unusable.when(not examples, "eval_dataset/empty")
     kept = collector.reader.kept()
     try:
         values, rollout = collector.evaluate(examples, state)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
-from memsafe_rl.errors import MemoryBudgetError, MemsafeError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.training import refusal
+from memsafe_rl.training import failure, refusal
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import (
     BalanceTerms,
@@ -267,20 +267,11 @@ class Learner:
         known = self._setup.shards.total_norm(committer.norms, self._repeat)
         norm = self._repeat(Stage.MEASURE, committer.measure, known)
         numbers = self._repeat(Stage.MEASURE, read_step, gradient, norm)
-        self._refuse_broken(numbers.grad_norm, step)
+        # in fp16 the loss scale expects such a gradient, and skips it
+        usable = math.isfinite(numbers.grad_norm) or committer.scaler is not None
+        failure.when(not usable, "gradient", step=step + 1, norm=numbers.grad_norm)
         metrics = step_metrics(numbers, terms, self._setup.parallel) | gradient.merge
         return self._setup.combiner.metrics(self._setup, gradient, terms, norm, metrics)
-
-    def _refuse_broken(self, norm: float, step: int) -> None:
-        """Refuses a gradient that would leave every weight NaN; in fp16 the loss scale expects such, and skips them."""
-        if math.isfinite(norm) or self._setup.committed.scaler is not None:
-            return
-        raise MemsafeError(
-            f"The gradient of step {step + 1} is not finite (norm {norm}); no weight has moved. "
-            "Either the policy has diverged (lower learning_rate, look at kl and ratios), or some part of the "
-            "network has no finite derivative there, such as sqrt(0) or a torch.where over NaN; "
-            "torch.autograd.set_detect_anomaly(True) names it."
-        )
 
     def _with_old_logprobs(self, rollout: Rollout, gradient: StepGradient) -> Rollout:
         """Keeps the first update's own log-probs, detached, as the old ones of the later passes."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
@@ -89,8 +88,7 @@ class DenoisingEngine:
     ) -> list[Completion]:
         """Draws one chain for every key; all chains have the scheduler's number of steps."""
         refuse_begun(self.name, begun)
-        if limits is not None:
-            raise ConfigError(f"limits are {list(limits)}, but a chain always runs all of its steps. Leave limits out.")
+        refusal.when(limits is not None, "limits/chain", limits=limits and list(limits))
         unusable.when(len(prompts) != len(keys), "prompts/keys", prompts=len(prompts), keys=len(keys))
         rows = [_Row(prompt, key) for prompt, of_prompt in zip(prompts, keys, strict=True) for key in of_prompt]
         drawn: list[Completion] = []

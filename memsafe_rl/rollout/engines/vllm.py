@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
@@ -250,8 +249,7 @@ class _Run:
     def _completion(self, output: Any) -> Completion:
         tokens = list(output.token_ids)
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-        if not all(map(math.isfinite, logprobs)):
-            raise MemsafeError("vLLM gave a token no finite log-prob. Leave use_vllm out to decode with our engine.")
+        failure.when(not all(map(math.isfinite, logprobs)), "vllm/logprobs")
         return completion_of(tokens, logprobs, self._request.settings, finished=output.finish_reason == "stop")
 
 

@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import DataError
 from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
@@ -73,8 +72,7 @@ def request_of(
     ids, limit = [prompt.tolist() for prompt in prompts], geometry.max_positions
     for index, tokens in enumerate(ids):
         whole = len(tokens) + settings.max_new_tokens
-        if not tokens:
-            raise DataError(f"Prompt {index} has 0 tokens; give it at least one, such as the bos token.")
+        unusable.when(not tokens, "prompts/nothing", index=index)
         passes = limit is not None and whole > limit
         unusable.when(passes, "prompts/engine", index=index, whole=whole, limit=limit)
     rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
@@ -223,14 +221,13 @@ class FunctionEngine(ExternalEngine):
         return drawn
 
     def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
-        told = f"The rollout engine {self.name!r} gave row {row}"
-        if not isinstance(completion, Completion):
-            raise DataError(f"{told} a {type(completion).__name__}. Give a memsafe_rl.Completion.")
-        ids, vocab = completion.ids, self._adapter.geometry.vocab_size
-        if ids.dtype != torch.int64 or ids.dim() != 1 or not 1 <= len(ids) <= longest:
-            raise DataError(f"{told} ids {tuple(ids.shape)} {ids.dtype}. Give 1 to {longest} token ids, int64.")
-        unknown = [token for token in ids.tolist() if not 0 <= token < vocab]
-        if unknown:
-            raise DataError(f"{told} token id {unknown[0]}. Give ids from 0 to {vocab - 1}, the model's tokens.")
-        if completion.logprobs.shape != ids.shape or not bool(completion.logprobs.isfinite().all()):
-            raise DataError(f"{told} log-probs {tuple(completion.logprobs.shape)}. Give a finite one for each token.")
+        engine, kind = self.name, type(completion).__name__
+        unusable.when(not isinstance(completion, Completion), "completion/kind", engine=engine, row=row, kind=kind)
+        ids, logprobs, last = completion.ids, completion.logprobs, self._adapter.geometry.vocab_size - 1
+        shape, fit = tuple(ids.shape), ids.dtype == torch.int64 and ids.dim() == 1 and 1 <= len(ids) <= longest
+        if not fit:
+            raise unusable("completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
+        for token in ids.tolist():
+            unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
+        known, shape = logprobs.shape == ids.shape and bool(logprobs.isfinite().all()), tuple(logprobs.shape)
+        unusable.when(not known, "completion/logprobs", engine=engine, row=row, shape=shape)

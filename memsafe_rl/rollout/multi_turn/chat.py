@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import DataError
 from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
 
@@ -34,8 +34,7 @@ class PlainText:
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Gives the ids of a whole text."""
-        if schemas:
-            raise ConfigError("Tools need conversational prompts, but a prompt is plain text. Pass lists of messages.")
+        refusal.when(schemas, "tools/plain")
         return list(self._tokenizer(text="".join(message["content"] for message in messages))["input_ids"])
 
     def following(self, _turn: Message, _last_id: int, messages: Sequence[Message], _schemas: object) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, User
 from memsafe_rl.types import Completion, SequenceKey
 
@@ -51,8 +51,7 @@ class EpisodeLimits:
             ("max_episode_turns", self.turns, 1),
             ("max_tool_calling_iterations", self.tool_rounds, 0),
         ):
-            if value is not None and value < least:
-                raise ConfigError(f"{name} is {value}. Set it to at least {least}, or to None where it has no limit.")
+            refusal.when(value is not None and value < least, "episodes/limit", name=name, value=value, least=least)
 
     def room(self, first_tokens: int, context_tokens: int) -> int:
         """Counts the tokens that the next turn may have."""

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout import unusable
+from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.calls import Call, Caller
 from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
@@ -67,8 +66,7 @@ def play(beginnings: Sequence[Beginning], table: EpisodeSettings) -> list[Episod
 
 def begin(beginnings: Sequence[Beginning], table: EpisodeSettings) -> EpisodeBatch:
     """Resets environments and reads what agents see first; nothing is drawn."""
-    if len({id(one.environment) for one in beginnings}) < len(beginnings):
-        raise ConfigError("Two episodes share an environment. Have environment_factory make a new one at every call.")
+    refusal.when(len({id(one.environment) for one in beginnings}) < len(beginnings), "episodes/shared")
     chat = any(not isinstance(one.prompt, str) for one in beginnings)
     dialect = Chat(table.tokenizer, table.template_kwargs) if chat else PlainText(table.tokenizer)
     match = EpisodeBatch([LiveEpisode(one.key, one.example, one.environment) for one in beginnings], table, dialect)
@@ -123,8 +121,7 @@ class EpisodeBatch:
             one.user = one.environment.user
             one.schemas = tool_schemas(one.environment.tools)
             one.messages = opened(prompt, seen)
-            if one.user is not None and not isinstance(self._dialect, Chat):
-                raise ConfigError("A user needs conversational prompts, but a prompt is plain text. Pass messages.")
+            refusal.when(one.user is not None and not isinstance(self._dialect, Chat), "episodes/plain_user")
             if isinstance(one.user, ModelUser):
                 one.instructions = one.user.instructions(one.example)
             silent = not one.messages and one.user is None
@@ -173,9 +170,8 @@ class EpisodeBatch:
     def _move(self, moved: Sequence[LiveEpisode]) -> None:
         calls = [Call(partial(one.environment.step, one.action), one.environment.blocking) for one in moved]
         for one, step in zip(moved, self._table.caller(calls), strict=True):
-            if not isinstance(step, Step):
-                returned = f"{step!r:.100} ({type(step).__name__})"
-                raise DataError(f"{one.environment.name}.step returned {returned}. Return a Step.")
+            name, kind = one.environment.name, type(step).__name__
+            unusable.when(not isinstance(step, Step), "environment/step", name=name, step=step, kind=kind)
             self._observe(one, step)
 
     def _observe(self, one: LiveEpisode, step: Step) -> None:
@@ -222,9 +218,7 @@ class EpisodeBatch:
         for user, group in alike.items():
             answers |= self._drawn_by_model(user, group)
         for one in waiting:
-            if id(one) not in answers:
-                named = f"{one.environment.name}.user is {one.user!r:.100}"
-                raise ConfigError(f"{named}. Use a CallableUser or a ModelUser.")
+            refusal.when(id(one) not in answers, "episodes/user", name=one.environment.name, user=one.user)
             self._hear(one, answers[id(one)])
 
     def _called(self, asking: Sequence[tuple[LiveEpisode, CallableUser]]) -> dict[int, Any]:
@@ -234,7 +228,7 @@ class EpisodeBatch:
     def _drawn_by_model(self, user: ModelUser, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
         """Draws the answers of users of one role and one manner in one call."""
         if self._table.user is None:
-            raise ConfigError(f"The user is a model in the role {user.role!r}, but nothing draws for users here.")
+            raise refusal("episodes/model_user", role=user.role)
         contexts = [self._seen_by(one) for one in asking]
         most = self._table.user_context
         rooms = [user.max_tokens if most is None else min(user.max_tokens, most - len(ids)) for ids in contexts]
@@ -258,8 +252,7 @@ class EpisodeBatch:
         if answer is NO_ANSWER:
             one.ending = Ending.USER
             return
-        if answer is not None and not isinstance(answer, str):
-            raise DataError(f"A user answered {answer!r:.100} ({type(answer).__name__}). Give a text, or None to end.")
+        unusable.when(not isinstance(answer, str | None), "user/answer", answer=answer, kind=type(answer).__name__)
         said: list[Message] = [] if answer is None else [{"role": "user", "content": encodable(answer)}]
         over = answer is None or any(stop in answer for stop in getattr(one.user, "stops", ()))
         if over:
@@ -294,7 +287,7 @@ def observed(seen: Observation) -> list[Message]:
     if not isinstance(seen, Sequence) or not all(
         isinstance(message, Mapping) and "role" in message for message in seen
     ):
-        raise DataError(f"An environment observed {seen!r:.100}. Give a text, or messages with 'role' and 'content'.")
+        raise unusable("environment/seen", seen=seen)
     return _copied(seen)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memsafe_rl.errors import DataError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.rewards.calls import TimeoutPolicy
-from memsafe_rl.rollout import refusal
+from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.protocol import Message, User
 
 logger = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class ModelUser(User):
     def instructions(self, example: Mapping[str, Any]) -> str:
         """Gives what the user is told in an episode, as a system message."""
         told = self.system if isinstance(self.system, str) else self.system(example)
-        if not isinstance(told, str):
-            raise DataError(f"ModelUser's system gave {told!r:.100} ({type(told).__name__}). Have it give a text.")
+        given: object = told
+        unusable.when(not isinstance(given, str), "user/told", told=given, kind=type(given).__name__)
         return told
 
     def manner(self) -> ModelUser:

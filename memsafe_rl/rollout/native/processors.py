@@ -388,6 +388,5 @@ def _eta(epsilon: float) -> Processor:
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{name} is {value}; it must be above 0.")
+    refusal.when(not value > 0, "positive", name=name, value=value)
     return float(value)

@@ -407,8 +407,8 @@ def refuse_broken(values_4B: Tensor, keys: Sequence[SequenceKey], positions: Seq
 
 def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
     """Prepares strings that end a completion, the way transformers' `generate` finds them."""
-    if not strings or not all(isinstance(string, str) and string for string in strings):
-        raise ConfigError(f"stop_strings is {list(strings)!r}; it must hold strings of at least one character.")
+    usable = bool(strings) and all(isinstance(string, str) and string for string in strings)
+    refusal.when(not usable, "stop_strings", strings=list(strings))
     try:
         criteria = StopStringCriteria(tokenizer, list(strings))
     except ValueError as error:

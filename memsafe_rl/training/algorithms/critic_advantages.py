@@ -14,7 +14,6 @@ from torch import Tensor
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.errors import MemsafeError
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.gae import (
     adaptive_kl_coef,
@@ -24,7 +23,7 @@ from memsafe_rl.ops.gae import (
     token_rewards,
     whiten,
 )
-from memsafe_rl.training import refusal
+from memsafe_rl.training import failure, refusal
 from memsafe_rl.training.algorithms.advantages import ScoringNeeds
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import Component, Ragged, Trajectory, UnitBytes, UpdateWork
@@ -208,13 +207,9 @@ class CriticAdvantages:
 def _refuse_broken(values_BT: Tensor, judged_BT: Tensor) -> None:
     broken = (judged_BT & ~values_BT.isfinite()).nonzero().tolist()
     if broken:
-        row, column = broken[0]
-        raise MemsafeError(
-            f"The critic's value of row {row}, action {column} is {float(values_BT[row, column])} ({len(broken)} of "
-            f"{int(judged_BT.sum())} are not finite); no weight has moved. The critic has probably diverged: lower "
-            "the learning rate or vf_coef, or resume from an earlier checkpoint; look at what it divides by, and if it "
-            "runs in float16, use bfloat16 or float32."
-        )
+        (row, column), judged = broken[0], int(judged_BT.sum())
+        value = float(values_BT[row, column])
+        raise failure("values", row=row, column=column, value=value, broken=len(broken), judged=judged)
 
 
 def _metrics(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:

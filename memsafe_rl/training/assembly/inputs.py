@@ -21,7 +21,6 @@ from memsafe_rl.data.prompts import (
     check_dataset,
     usable_prompts,
 )
-from memsafe_rl.errors import DataError
 from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
@@ -32,7 +31,7 @@ from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.training import refusal
+from memsafe_rl.training import refusal, unusable
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,7 @@ def prompt_dataset(
     config: TrainerConfig, dataset: Any, reader: PromptReader, name: str = "train_dataset"
 ) -> Dataset | IterableDataset:
     """Checks a dataset's form, and drops every column that is not read if `remove_unused_columns` asks for it."""
-    if dataset is None:
-        raise DataError(f"{name} is None. Pass a datasets.Dataset with a 'prompt' column.")
+    unusable.when(dataset is None, "train_dataset", name=name)
     checked = check_dataset(dataset, name, reader.columns)
     names = checked.column_names or ["prompt"]
     if not config.remove_unused_columns or "prompt" not in names:
@@ -127,11 +125,8 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
         return None
     if isinstance(dataset, Mapping):
         missing = [name for name, part in dataset.items() if part is None]
-        if missing or not dataset:
-            raise DataError(
-                f"eval_dataset is a dict {f'whose {missing[0]!r} is None' if missing else 'of nothing'}. Give every "
-                "name a dataset, or leave eval_dataset out."
-            )
+        what = f"whose {missing[0]!r} is None" if missing else "of nothing"
+        unusable.when(missing or not dataset, "eval_dataset/parts", what=what)
         return {name: evaluation_prompts(config, part, reader, rewards) for name, part in dataset.items()}
     dataset = prompt_dataset(config, dataset, reader, "eval_dataset")
     if isinstance(dataset, IterableDataset):

@@ -15,9 +15,8 @@ from torch.nn.utils import get_total_norm
 from transformers import Trainer, get_scheduler
 
 from memsafe_rl.accounting import charge, device_type_of
-from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.holdings import optimizer_tensors
-from memsafe_rl.training import refusal
+from memsafe_rl.training import failure, refusal
 from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
 from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.training.optim.state import (
@@ -41,12 +40,11 @@ def given_optimizers(given: Any) -> tuple[torch.optim.Optimizer | None, Any]:
     """Reads a trainer's argument `optimizers`."""
     if given is None:
         return None, None
-    remedy = "Pass (optimizer, schedule), with None for what the configuration names."
-    if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ConfigError(f"optimizers is {type(given).__name__} {given!r:.100}, and no pair. {remedy}")
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+    refusal.when(not is_pair, "optimizers/pair", kind=type(given).__name__, given=given)
     for value, needed in zip(given, ("param_groups", "get_last_lr"), strict=True):
-        if value is not None and (isinstance(value, type) or not hasattr(value, needed)):
-            raise ConfigError(f"optimizers has {value!r:.100}, which has no {needed}. {remedy}")
+        lacks = value is not None and (isinstance(value, type) or not hasattr(value, needed))
+        refusal.when(lacks, "optimizers/part", value=value, needed=needed)
     return given[0], given[1]
 
 
@@ -271,11 +269,7 @@ class Committer:
         if not self._moving:
             return
         if self._snapshot is None:
-            raise MemsafeError(
-                f"A step of {type(self.optimizer).__name__} broke off after weights began to move, and no copy was "
-                "taken before it, so the step is half applied. Resume from the last checkpoint with "
-                "train(resume_from_checkpoint=True)."
-            )
+            raise failure("commit", kind=type(self.optimizer).__name__)
         self._snapshot.restore()
         self.half.undone()
         self._clipped = self._snapshot.clipped if self._snapshot.holds_gradients else self._clipped
