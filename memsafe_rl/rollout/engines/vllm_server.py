@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import requests
 import torch
@@ -15,7 +15,6 @@ from requests.adapters import HTTPAdapter
 from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import failure
@@ -37,23 +36,17 @@ _WRITES = 2  # of the same weights, before the disk is blamed
 _EXACT, _ROUNDED = 1e-3, 0.1  # nats by which the probe may be off on average; rounded: in 16 bits
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """What is fixed for a whole run."""
-
-    urls: tuple[str, ...]
-    timeout: float  # seconds
-    folder: Path  # for weights; at the same path on the servers' machines
-    falls_back: bool  # whether the own engine draws what no server answers
-    tolerance: float  # nats, mean over the probe
-
-
 class Servers:
     """Draws the rows of a rollout on servers; what has been answered is kept while a rollout is repeated."""
 
-    def __init__(self, adapter: ModelAdapter, settings: ServerSettings, own: RolloutEngine) -> None:
-        refuse_unmergeable(adapter.model)
-        self._adapter, self._settings, self._own = adapter, settings, own
+    def __init__(self, context: EngineContext, own: RolloutEngine) -> None:
+        refuse_unmergeable(context.adapter.model)
+        self._adapter, self._config, self._own = context.adapter, context.config, own
+        # at the same path on the servers' machines
+        self._folder = Path(self._config.vllm_server_weights_dir or Path(self._config.output_dir) / "vllm_weights")
+        weights = next(self._adapter.model.parameters())
+        rounded = self._config.bf16 or self._config.fp16 or weights.dtype.itemsize < 4
+        self._tolerance = _ROUNDED if rounded else _EXACT
         self._step: int | None = None
         self._weights: tuple[Path, str] | None = None  # folder and label of the newest weights written
         self._probe: list[float] = []  # what the model itself says of the probe under them
@@ -85,7 +78,7 @@ class Servers:
         self._forget_ahead()
         request, reasons = request_of(prompts, keys, settings, self._adapter.geometry), dict[str, str]()
         with ExitStack() as opened:
-            servers = opened.enter_context(_servers(self._settings))
+            servers = opened.enter_context(_servers(self._config))
             with torch.no_grad(), eval_mode(self._adapter.model):
                 ready = self._prepared(servers, reasons)
             if not ready:
@@ -136,7 +129,7 @@ class Servers:
             self._request, known = request, [row for row in request.rows if request.key(row) in self._ahead]
             self._answered = {row: self._ahead.pop(request.key(row)) for row in known}
         reasons: dict[str, str] = {}
-        with _servers(self._settings) as servers:
+        with _servers(self._config) as servers:
             for _ in range(_PASSES):
                 missing = [row for row in request.rows if row not in self._answered]
                 if not missing:
@@ -157,7 +150,7 @@ class Servers:
     def _label(self) -> str:
         if self._weights is None:
             self._probe = self._own_logprobs()
-            self._weights = written(self._adapter.model, self._settings.folder, self._step or 0)
+            self._weights = written(self._adapter.model, self._folder, self._step or 0)
         return self._weights[1]
 
     def _prepared(self, servers: Sequence[Server], reasons: dict[str, str]) -> list[Server]:
@@ -181,10 +174,10 @@ class Servers:
         given = torch.tensor(server.prompt_logprobs(self._probed_ids(), label), dtype=torch.float64)
         own = torch.tensor(self._probe, dtype=torch.float64)
         gap = float((given - own).abs().mean())
-        if not gap <= self._settings.tolerance:
+        if not gap <= self._tolerance:
             raise ServerError(
                 f"{server.url} says that it has the weights {label!r}, but its log-probs of a fixed prompt lie "
-                f"{gap:.3g} nats from the model's own on average, more than {self._settings.tolerance:g}: it "
+                f"{gap:.3g} nats from the model's own on average, more than {self._tolerance:g}: it "
                 "dropped or kept some, or computes in another type"
             )
 
@@ -195,9 +188,9 @@ class Servers:
             assert self._weights is not None
             if is_whole(*self._weights):
                 return self._weights
-            logger.warning("The weights %s in %s are damaged", label, self._settings.folder)
+            logger.warning("The weights %s in %s are damaged", label, self._folder)
             self._weights = None
-        raise failure("server/disk", folder=str(self._settings.folder))
+        raise failure("server/disk", folder=str(self._folder))
 
     def _probed_ids(self) -> list[int]:
         vocab = self._adapter.geometry.vocab_size
@@ -213,7 +206,7 @@ class Servers:
         self, rows: Sequence[Row], request: EngineRequest, plan: RolloutPlan, reasons: dict[str, str]
     ) -> None:
         told = "; ".join(reasons.values())
-        falls_back = self._met and self._settings.falls_back
+        falls_back = self._met and self._config.vllm_server_fallback
         failure.when(not falls_back, "server/none", missing=len(rows), rows=len(request.rows), told=told)
         logger.warning("The own engine draws %d of %d completions: %s", len(rows), len(request.rows), told)
         groups: dict[int, list[SequenceKey]] = {}
@@ -279,28 +272,18 @@ class _Pass:
 
 
 @contextmanager
-def _servers(settings: ServerSettings) -> Iterator[list[Server]]:
+def _servers(config: Any) -> Iterator[list[Server]]:
     """Opens connections for one rollout."""
     with requests.Session() as session:
         for scheme in ("http://", "https://"):
             session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS))
-        yield [Server(url, settings.timeout, session) for url in settings.urls]
+        yield [Server(url, config.vllm_server_timeout, session) for url in config.vllm_servers]
 
 
 def vllm_server_engine(context: EngineContext) -> FunctionEngine:
     """Makes the engine that the configuration describes."""
     refuse_encoder(context, "use_vllm")
-    config = context.config
-    folder = Path(config.vllm_server_weights_dir or Path(config.output_dir) / "vllm_weights")
-    rounded = config.bf16 or config.fp16 or next(context.adapter.model.parameters()).dtype.itemsize < 4
-    settings = ServerSettings(
-        urls=config.vllm_servers,
-        timeout=config.vllm_server_timeout,
-        folder=folder,
-        falls_back=config.vllm_server_fallback,
-        tolerance=_ROUNDED if rounded else _EXACT,
-    )
-    servers = Servers(context.adapter, settings, ENGINES["native"].function(context))
+    servers = Servers(context, ENGINES["native"].function(context))
     return FunctionEngine(
         context, servers.draw, honours=FILTERS, synchronise=servers.synchronise, close=servers.close, ahead=servers
     )

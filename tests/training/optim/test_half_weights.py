@@ -21,11 +21,11 @@ from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.optim.half_weights import (
     HalfWeights,
     Layout,
+    LocalParts,
     MasterCopies,
     StochasticRounding,
     half_weights_for,
 )
-from memsafe_rl.training.optim.local_parts import LocalParts
 from memsafe_rl.training.optim.optimizer import Committer, build_optimizer
 from memsafe_rl.types import Component
 from tests.tiny import tiny_model, tiny_tokenizer
