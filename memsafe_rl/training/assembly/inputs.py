@@ -117,10 +117,8 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
     passed, known = config.eval_pass_reward, ", ".join(rewards.names)
     refusal.when(passed not in (None, *rewards.names), "eval_pass_reward", name=passed, known=known)
     if dataset is None:
-        strategy, best = (
-            str(getattr(config.eval_strategy, "value", config.eval_strategy)),
-            config.load_best_model_at_end,
-        )
+        strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
+        best = config.load_best_model_at_end
         refusal.when(strategy != "no" or best, "eval_dataset", strategy=strategy, best=best)
         return None
     if isinstance(dataset, Mapping):
