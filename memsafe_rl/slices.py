@@ -136,7 +136,7 @@ def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = 
         actions = sum(work.action_tokens[row] for row in rows)
         if work.sources:
             return actions, padded(work.action_tokens, rows), padded(prompts, rows)
-        return actions, packed_tokens(work, rows) if packed and work.prompts else padded(work.row_tokens, rows)
+        return actions, slice_tokens(work, rows, packed=packed)
 
     measured = [sizes(rows) for rows in slices]
     found = set()
@@ -263,9 +263,7 @@ def token_micro_batches(work: UpdateWork, tokens: int) -> list[MicroBatchGroup]:
     """Cuts rows by tokens, packed if the work says that they can be."""
 
     def micro_batch(places: Sequence[int]) -> MicroBatch:
-        padded = len(places) * max(work.row_tokens[place] for place in places)
-        run = packed_tokens(work, places) if work.prompts else padded
-        return MicroBatch(tuple(places), None, bool(work.prompts), run)
+        return MicroBatch(tuple(places), None, bool(work.prompts), slice_tokens(work, places, packed=True))
 
     def widest(batches: Sequence[MicroBatch]) -> list[int]:
         # Without an encoder, whose gradient waits at what it gave, a dry run chooses its rows before they are cut.
