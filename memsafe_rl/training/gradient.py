@@ -120,9 +120,11 @@ class _Pass:
             stack.enter_context(network.recompute(plan.checkpointing))
             yield
 
-    def scores(self, rows: Sequence[int], columns: Sequence[int] | None = None, **wanted: Any) -> TokenScores:
-        """Scores the actions of some rows in one forward of the model, with a graph."""
-        scored = partial(
+    def scoring(
+        self, rows: Sequence[int], columns: Sequence[int] | None = None, **wanted: Any
+    ) -> Callable[[], TokenScores]:
+        """Gives what scores the actions of some rows in one forward of the model, with a graph."""
+        return partial(
             score_rows,
             self.adapter,
             self.trajectory,
@@ -133,8 +135,6 @@ class _Pass:
             with_entropy=self.terms.with_entropy,
             **wanted,
         )
-        with self.forward(self.adapter):
-            return self.shards.forward(self.adapter.model, scored)
 
     @contextmanager
     def balanced(self) -> Iterator[Callable[[LossResult], LossResult]]:
@@ -241,7 +241,9 @@ def _learn_from(
     terms, trajectory = shared.terms, shared.trajectory
     critic = None if terms.values is None else terms.values.critic
     head = critic.head if critic is not None and critic.shares_forward else None
-    scores = shared.scores(rows, packed=packed, value_head=head)
+    scored = shared.scoring(rows, packed=packed, value_head=head)
+    with shared.forward(shared.adapter):
+        scores = shared.shards.forward(shared.adapter.model, scored)
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
@@ -308,7 +310,9 @@ def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
 def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int]) -> TokenScores:
     """Adds the gradient of the policy's loss over a rectangle, and gives its scores, detached."""
     terms, trajectory = shared.terms, shared.trajectory
-    scores = shared.scores(rows, columns, with_kl=terms.settings.beta != 0.0)
+    scored = shared.scoring(rows, columns, with_kl=terms.settings.beta != 0.0)
+    with shared.forward(shared.adapter):
+        scores = shared.shards.forward(shared.adapter.model, scored)
     inputs = loss_inputs(trajectory, rows, terms, scores, columns)
     shared.backward(policy_loss(inputs, terms.settings, terms.denominators).loss)
     parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}

@@ -268,8 +268,8 @@ class Learner:
         norm = self._repeat(Stage.MEASURE, committer.measure, known)
         numbers = self._repeat(Stage.MEASURE, read_step, gradient, norm)
         # in fp16 the loss scale expects such a gradient, and skips it
-        usable = math.isfinite(numbers.grad_norm) or committer.scaler is not None
-        failure.when(not usable, "gradient", step=step + 1, norm=numbers.grad_norm)
+        if not math.isfinite(numbers.grad_norm) and committer.scaler is None:
+            raise failure("gradient", step=step + 1, norm=numbers.grad_norm)
         metrics = step_metrics(numbers, terms, self._setup.parallel) | gradient.merge
         return self._setup.combiner.metrics(self._setup, gradient, terms, norm, metrics)
 
