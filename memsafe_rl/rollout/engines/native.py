@@ -12,7 +12,7 @@ from memsafe_rl.types import SamplingSettings
 
 
 class NativeEngine:
-    """Runs `memsafe_rl.rollout.native.generation.generate`; what lasts from call to call belongs to its scopes."""
+    """Runs `memsafe_rl.rollout.native.running_batch.generate`; what lasts from call to call belongs to its scopes."""
 
     name = "native"
 
