@@ -87,7 +87,7 @@ class TrainingLoop:
         self.hooks = hooks
         self._before_training = before_training
         self.eval_dataset = eval_dataset
-        self.report = RunLog(setup.config, callbacks, setup.memory, setup.parallel, hooks)
+        self.report = RunLog(setup, callbacks, hooks)
         self._step_started = 0.0
         self._learning_rate = 0.0
         self.use(replace(setup, on_sampling=self.report.sampling, on_rewards=self.report.rewarded))

@@ -19,14 +19,12 @@ import torch
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
-from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.base import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.optim.optimizer import build_scheduler
+from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.training.state import RunState
 
 logger = logging.getLogger(__name__)
@@ -49,21 +47,14 @@ class Hooks:
 class RunLog:
     """Collects a run's metrics and informs its callbacks, whose wishes stand in `control`."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        callbacks: CallbackHandler,
-        memory: MemoryTracker,
-        parallel: Parallel,
-        hooks: Hooks,
-    ) -> None:
+    def __init__(self, setup: TrainingSetup, callbacks: CallbackHandler, hooks: Hooks) -> None:
         self.callbacks = callbacks
         self._hooks = hooks
         self.control = TrainerControl()
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.table: tuple[dict[str, Any], ...] = ()
         self.records = RecordLog()
-        self._config, self._memory, self._parallel = config, memory, parallel
+        self._config, self._memory, self._parallel = setup.config, setup.memory, setup.parallel
         self._reward_seconds: dict[str, float] = {}
 
     @property
