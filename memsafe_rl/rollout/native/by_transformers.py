@@ -50,7 +50,7 @@ def generate_by_transformers(
 
     def run_next(plan: RolloutPlan) -> None:
         check_rollout_plan(plan)
-        _run_wave(adapter, _next_wave(sequences, adapter, plan), draw, settings)
+        _run_wave(adapter, _next_wave(sequences, adapter, plan), draw)
 
     while not all(one.ended for one in sequences):
         attempt(run_next)
@@ -76,16 +76,15 @@ def _next_wave(sequences: Sequence[LiveSequence], adapter: ModelAdapter, plan: R
     return waiting[: math.ceil(alike / math.ceil(alike / most))]
 
 
-def _run_wave(adapter: ModelAdapter, rows: Sequence[LiveSequence], draw: Drawer, settings: SamplingSettings) -> None:
+def _run_wave(adapter: ModelAdapter, rows: Sequence[LiveSequence], draw: Drawer) -> None:
     """Draws rows of one length to their ends; what they have drawn is all that is left of it."""
-    eos = frozenset(settings.eos_token_ids)
     with host_memory():
         read_BL = torch.stack([one.history() for one in rows])
 
     streams = Streams.of(rows, adapter.device)
 
     def choose(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
-        tokens_B = draw_next(draw, logits_BV, rows, streams, eos)
+        tokens_B = draw_next(draw, logits_BV, rows, streams)
         with host_memory():
             return tokens_B, torch.tensor([one.ended for one in rows])
 

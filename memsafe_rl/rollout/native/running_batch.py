@@ -110,7 +110,6 @@ class _RunningBatch:
         self._kept = None if kept is None else kept.of(adapter)
         self.draw = Drawer(settings, adapter.start_token_id)
         self._adapter, self._sequences, self._progress = adapter, sequences, progress
-        self._eos = frozenset(settings.eos_token_ids)
         self._order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place].prompt_ids))
         self._longest = max((one.limit for one in sequences), default=0)
         self._told = 0
@@ -149,7 +148,7 @@ class _RunningBatch:
                 assert self._tokens_B is not None, "likewise"
                 self._streams = streams = self._streams or Streams.of(self._rows, self._adapter.device)
                 logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
-                self._tokens_B = draw_next(self.draw, logits_BV, self._rows, streams, self._eos)
+                self._tokens_B = draw_next(self.draw, logits_BV, self._rows, streams)
                 del logits_BV  # its bytes are free before the next ones are made
         ended = sum(one.ended for one in self._sequences)
         if self._progress is not None and ended > self._told:
@@ -230,7 +229,7 @@ class _RunningBatch:
             logits_BV, state, spread = self._read(wave, prompts, plan)
         rows = list(wave)
         once = Streams.of(rows, self._adapter.device, draws=1)  # those of the batch follow when these have joined it
-        tokens_B = draw_next(self.draw, logits_BV, rows, once, self._eos)
+        tokens_B = draw_next(self.draw, logits_BV, rows, once)
         del once
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]

@@ -174,9 +174,7 @@ def noise_steps(rows: int, vocab: int) -> int:
     return max(1, min(_NOISE_STEPS, most_bytes // step_bytes))
 
 
-def draw_next(
-    draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], streams: Streams, eos: Collection[int]
-) -> Tensor:
+def draw_next(draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], streams: Streams) -> Tensor:
     """Draws a token of every row (B,), notes it for those that go on: the one place that reads values, all at once."""
     positions = [len(one.ids) for one in rows]
     histories = None
@@ -199,7 +197,7 @@ def draw_next(
         if one.ended:
             one.idle += 1
         else:
-            one.note(int(token), logprob, own, tied=bool(tied), eos=eos)
+            one.note(int(token), logprob, own, tied=bool(tied), eos=draw.eos)
     if draw.stops_by_text:
         with host_memory():
             running = [one for one in rows if not one.finished]
@@ -301,6 +299,7 @@ class Drawer:
         self.stops_by_text = settings.stops is not None
         self.text_window = 0 if settings.stops is None else settings.stops.window
         self.keeps_model_logprobs = bool(self._processors)
+        self.eos = frozenset(settings.eos_token_ids)
 
     def __call__(
         self,
