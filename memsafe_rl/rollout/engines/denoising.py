@@ -31,7 +31,7 @@ from memsafe_rl.rollout.engine import (
     RolloutScope,
     register_engine,
 )
-from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding
+from memsafe_rl.rollout.external.sampling_support import refuse_begun
 from memsafe_rl.rollout.native.running_batch import opened
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
@@ -70,7 +70,7 @@ class DenoisingEngine:
 
     def round_cache(self) -> None:
         """Refuses: chains keep no keys and values."""
-        refuse_rounding(self.name)
+        raise refusal("engine/cache", engine=self.name)
 
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""

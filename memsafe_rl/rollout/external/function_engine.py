@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout import unusable
+from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
-from memsafe_rl.rollout.external.sampling_support import refuse_begun, refuse_rounding, refuse_settings
+from memsafe_rl.rollout.external.sampling_support import refuse_begun
 from memsafe_rl.rollout.native.running_batch import opened
 from memsafe_rl.rollout.native.sequences import checked_limits
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
@@ -129,11 +129,15 @@ class ExternalEngine(ABC):
 
     def check(self, settings: SamplingSettings) -> None:
         """Refuses sampling settings that the engine would drop."""
-        refuse_settings(self.name, settings, self._honours)
+        for field in fields(settings):
+            value = getattr(settings, field.name)
+            default = field.default_factory() if field.default_factory is not MISSING else field.default
+            dropped = field.name not in self._honours and value != default
+            refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=self.name)
 
     def round_cache(self) -> None:
         """Refuses: the cache is the engine's own."""
-        refuse_rounding(self.name)
+        raise refusal("engine/cache", engine=self.name)
 
     def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
         """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
-from typing import Any, NoReturn
+from dataclasses import fields
+from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig
@@ -39,15 +39,6 @@ def check_options(given: Mapping[str, Any]) -> None:
         refusal.when(why, "transformers_continuous_batching_config/name", name=name, value=value, why=why)
 
 
-def refuse_settings(engine: str, settings: SamplingSettings, honoured: Collection[str]) -> None:
-    """Refuses settings that differ from their defaults and that an engine would drop."""
-    for field in fields(settings):
-        value = getattr(settings, field.name)
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        dropped = field.name not in honoured and value != default
-        refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=engine)
-
-
 def refuse_encoder(context: EngineContext, setting: str) -> None:
     """Refuses encoder-decoders, where an engine knows causal language models only."""
     has_encoder, model = context.adapter.geometry.source_bytes is not None, type(context.adapter.model).__name__
@@ -57,11 +48,6 @@ def refuse_encoder(context: EngineContext, setting: str) -> None:
 def refuse_begun(engine: str, begun: object) -> None:
     """Refuses completions that another call has begun, where an engine draws them whole."""
     refusal.when(begun is not None, "engine/begun", engine=engine)
-
-
-def refuse_rounding(engine: str) -> NoReturn:
-    """Refuses a cache in 8 bits, where an engine keeps one of its own."""
-    raise refusal("engine/cache", engine=engine)
 
 
 @contextmanager
