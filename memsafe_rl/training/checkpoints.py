@@ -196,6 +196,9 @@ class Checkpoints:
             read_critic(critic, folder)
 
     def _loop(self, state: RunState) -> dict[str, Any]:
+        # the next rollout as far as it is drawn ahead of the weights, which a resumed run no longer has
+        ahead = self._setup.engine.supports.ahead
+        drawn = {} if ahead is None else ahead.drawn()
         return {
             "cursor": asdict(state.cursor),
             "ending": None if state.ending is None else asdict(state.ending),
@@ -205,16 +208,11 @@ class Checkpoints:
             "alarms": state.alarms.state_dict(),
             "experience": _rollout_facts(state.rollout),
             "waiting": plain_groups(state.waiting),
-            "ahead": self._drawn_ahead(),
+            "ahead": [(key, plain_completion(completion)) for key, completion in drawn.items()],
             "concessions": [asdict(degradation) for degradation in state.degradations],
             "run": self._run_facts(),
             "random": plain_random_state(state.random or capture_random_state()),
         }
-
-    def _drawn_ahead(self) -> list[tuple[SequenceKey, dict[str, Any]]]:
-        """Gives the next rollout as far as it is drawn ahead of the weights, which a resumed run no longer has."""
-        ahead = self._setup.engine.supports.ahead
-        return [] if ahead is None else [(key, plain_completion(drawn)) for key, drawn in ahead.drawn().items()]
 
     def _tensors(self) -> dict[str, Any]:
         setup = self._setup

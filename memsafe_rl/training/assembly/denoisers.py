@@ -120,6 +120,7 @@ class Denoisers(ModelFactory):
         """Says how chains are drawn and scored, for runs that are resumed."""
         policy = self._policy
         laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
+        digest = hashlib.sha256(laid_out.numpy().tobytes()).hexdigest()[:16]
         facts = {
             "sample_shape": list(policy.sample_shape),
             "condition_shape": list(policy.condition_shape),
@@ -130,7 +131,7 @@ class Denoisers(ModelFactory):
             "state_dtype": str(policy.state_dtype),
             "shared_noise": bool(policy.shared_noise),
             "trained_steps": str(policy.trained_steps),
-            "scheduler": f"{type(policy.scheduler).__name__}, {_digest(laid_out)}",
+            "scheduler": f"{type(policy.scheduler).__name__}, {digest}",
         }
         return {f"{name} of the policy": value for name, value in facts.items()}
 
@@ -163,10 +164,6 @@ def _take_steps(config: TrainerConfig, steps: int) -> None:
             steps,
         )
     config.max_completion_length = steps
-
-
-def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16]
 
 
 register_model_family(ModelFamily("diffusion policy", Denoisers, lambda model: isinstance(model, DiffusionPolicy)))

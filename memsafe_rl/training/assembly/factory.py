@@ -176,7 +176,9 @@ def build_setup(
     check = check or check_adapter
     with recovery.tracker.phase(Phase.LOAD):
         loaded = (load or _load)(inputs, machine)
-        _refuse_half_weights(loaded.model)
+        trained = ((name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad)
+        halved = next((name for name, weight in trained if weight.dtype == torch.float16), None)
+        refusal.when(halved, "float16", name=halved)
         loaded.model.eval()
         recovery.repeat(Stage.LOAD, inputs.rewards.to, machine.device)
         adapter = models.adapt(loaded)
@@ -302,12 +304,6 @@ def _reward_runner(config: TrainerConfig, request: TrainingRequest, pool: Enviro
         ),
         rollout_columns=() if pool is None else (ENVIRONMENTS,),
     )
-
-
-def _refuse_half_weights(model: Any) -> None:
-    """Refuses to move float16 weights, whose updates are lost to rounding or overflow without a word."""
-    name = next((name for name, w in model.named_parameters() if w.requires_grad and w.dtype == torch.float16), None)
-    refusal.when(name is not None, "float16", name=name)
 
 
 def facts_of(setup: TrainingSetup) -> Mapping[str, str]:

@@ -118,7 +118,9 @@ class LanguageModels(ModelFactory):
         """Compares log-probs and decoding with the model's own logits."""
         check_adapter(adapter)
         if self._image_reader is not None:
-            _require_shared_prompts(adapter)
+            # else it would read stored ids itself
+            shares = adapter.joins and adapter.decodes and adapter.packs_prompts
+            refusal.when(not shares, "images/prompts", model=type(adapter.model).__name__)
         if self._config.batch_invariant:
             require(adapter)
 
@@ -216,12 +218,6 @@ def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> No
         raise refusal("images/beside", name=chosen[0])
 
 
-def _require_shared_prompts(adapter: ModelAdapter) -> None:
-    """Refuses a network that took a path on which it would read stored ids itself."""
-    shares = adapter.joins and adapter.decodes and adapter.packs_prompts
-    refusal.when(not shares, "images/prompts", model=type(adapter.model).__name__)
-
-
 def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSettings:
     """Has no placeholder of an image be drawn, which would stand for no feature, and refuses what reads prompts."""
     for name, neutral in _READ_PROMPTS.items():
@@ -232,8 +228,6 @@ def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSe
     return replace(settings, suppress_tokens=tuple(sorted({*settings.suppress_tokens, *ids})))
 
 
-def _matches(model: Any) -> bool:
-    return isinstance(model, str) or family_of(model) is not None
-
-
-register_model_family(ModelFamily("language model", LanguageModels, _matches))
+register_model_family(
+    ModelFamily("language model", LanguageModels, lambda model: isinstance(model, str) or family_of(model) is not None)
+)

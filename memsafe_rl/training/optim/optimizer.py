@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
+from math import inf
 from typing import Any
 
 import torch
@@ -81,16 +82,14 @@ def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = No
         optimizer_class, arguments = Trainer.get_optimizer_cls_and_kwargs(config, model)
         if optimizer_class is torch.optim.SGD and all(_has_fused_sgd(parameter) for _, parameter in trained):
             arguments = {**arguments, "fused": True}  # the only form whose step allocates nothing
-        if device_type_of(trained[0][1]) == "cuda" and not arguments.get("fused") and _has_foreach(optimizer_class):
+        of_torch = optimizer_class.__module__.startswith("torch.")
+        has_foreach = of_torch and "foreach" in signature(optimizer_class).parameters
+        if device_type_of(trained[0][1]) == "cuda" and not arguments.get("fused") and has_foreach:
             arguments = {"foreach": True, **arguments}  # as PyTorch chooses on CUDA, but not for fake tensors
         optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
     except (TypeError, ValueError) as error:
         raise refusal("optim_args", given=config.optim_args, optim=config.optim.value, error=error) from error
     return optimizer
-
-
-def _has_foreach(optimizer_class: Any) -> bool:
-    return optimizer_class.__module__.startswith("torch.") and "foreach" in signature(optimizer_class).parameters
 
 
 def _has_fused_sgd(parameter: nn.Parameter) -> bool:
@@ -148,8 +147,10 @@ class Committer:
         self._snapshot: Snapshot | None = None
         self._moving = False
         self._parking = OptimizerOffload(optimizer)
-        if self.scaler is not None:
-            _refuse_half_weights(model)
+        named = model.named_parameters()
+        half_named = [name for name, weight in named if weight.requires_grad and weight.dtype == torch.float16]
+        if self.scaler is not None and half_named:
+            raise refusal("fp16", count=len(half_named), name=half_named[0])
 
     def tensors(self) -> list[Tensor]:
         """Gives all that is held between steps to move the weights."""
@@ -224,11 +225,13 @@ class Committer:
         scale = self._unscale()
         gradients = self._gradients
         norm = get_total_norm(gradients) if known_norm is None else gradients[0].new_tensor(known_norm)
+        # a norm may be infinite without any gradient that is, when only its square overflowed
+        overflowed = bool(scale) and not bool(norm.isfinite()) and not bool(get_total_norm(gradients, inf).isfinite())
         self._measured = _Measured(
             clip_factors=_clip_factors([*gradients, *self.stepped], norm, self._max_grad_norm),
             one=torch.ones(()),
             scale=scale,
-            overflowed=bool(scale) and _overflowed(gradients, norm),
+            overflowed=overflowed,
         )
         return norm
 
@@ -383,12 +386,6 @@ class ReferenceMix:
             self._waiting.popleft()
 
 
-def _refuse_half_weights(model: nn.Module) -> None:
-    half = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.dtype == torch.float16]
-    if half:
-        raise refusal("fp16", count=len(half), name=half[0])
-
-
 def _clip_factors(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> ClipFactors:
     """Gives min(1, max_norm / norm) by device and dtype of what is clipped, as PyTorch's clipping has it."""
     if max_norm <= 0:
@@ -396,8 +393,3 @@ def _clip_factors(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> C
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
     return {(device, dtype): factor.to(device, dtype) for device, dtype in kinds}
-
-
-def _overflowed(gradients: Sequence[Tensor], norm: Tensor) -> bool:
-    """Whether any gradient is infinite or NaN; a norm may be infinite without, when only its square overflowed."""
-    return not bool(norm.isfinite()) and not bool(torch.nn.utils.get_total_norm(gradients, float("inf")).isfinite())

@@ -59,8 +59,9 @@ def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Itera
     """
     if type(optimizer) not in _KNOWN or any(getattr(optimizer, name, None) for name in _HOOKS):
         return False
-    if not all(_is_fused(group) and not _has_tensors(group) for group in optimizer.param_groups):
-        return False
+    settings = tree_leaves([{**group, "params": None} for group in optimizer.param_groups])
+    if not all(map(_is_fused, optimizer.param_groups)) or any(isinstance(part, Tensor) for part in settings):
+        return False  # a setting that is a tensor may have to move to another device
     trained = {id(parameter) for parameter in parameters}
     return not any(
         id(parameter) in trained and _missing(optimizer, group, parameter) for group, parameter in _grouped(optimizer)
@@ -102,11 +103,6 @@ def _grouped(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, nn.Param
 
 def _is_fused(group: Group) -> bool:
     return bool(group.get("fused")) and not group.get("differentiable")
-
-
-def _has_tensors(group: Group) -> bool:
-    """Whether a setting is a tensor, which a step may have to move to another device."""
-    return any(isinstance(part, Tensor) for part in tree_leaves({**group, "params": None}))
 
 
 def _missing(optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Parameter) -> Makers:
