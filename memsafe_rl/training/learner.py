@@ -98,7 +98,8 @@ class Learner:
         rollout = state.rollout
         assert rollout is not None, "a step learns from a rollout"
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
-        with self._setup.gathered() if self._scores_first else nullcontext():
+        scores_first = self._config.top_entropy_quantile < 1.0 or self._setup.adapter.routers is not None
+        with self._setup.gathered() if scores_first else nullcontext():
             terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
         mine = self.local_rows(rollout.trajectory, rows)
         self.plan(rollout.trajectory, mine)
@@ -128,11 +129,6 @@ class Learner:
         ):
             self._repeat(Stage.PREPARE, committer.make_state)
             _check_commit_fits(self._setup)
-
-    @property
-    def _scores_first(self) -> bool:
-        """Whether the terms of a step's loss take a pass without gradient."""
-        return self._config.top_entropy_quantile < 1.0 or self._setup.adapter.routers is not None
 
     # ------------------------------------------------------------------ before anything is cut
 
@@ -200,10 +196,13 @@ class Learner:
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
-        """Gives the shape of this rank's part of an optimizer step."""
+        """Gives the shape of this rank's part of an optimizer step, with what is trained and waits beside the model."""
+        setup = self._setup
         # Under dropout, completions behind one prompt would share its mask.
-        packable = self._config.disable_dropout
-        return self._setup.local_work(self._setup.adapter.work(trajectory, rows, packable=packable))
+        work = setup.adapter.work(trajectory, rows, packable=self._config.disable_dropout)
+        work = setup.advantages.work(replace(work, gradients_aside=setup.combiner.gradients_aside))
+        own = setup.parallel.local_bytes(Component.GRADIENTS, work.geometry.trainable_bytes)
+        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
 
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""

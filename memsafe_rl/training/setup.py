@@ -35,14 +35,12 @@ from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.types import (
-    Component,
     LossSettings,
     MemoryState,
     ModelGeometry,
     RolloutPlan,
     SamplingSettings,
     UpdatePlan,
-    UpdateWork,
 )
 
 logger = logging.getLogger(__name__)
@@ -224,12 +222,6 @@ class TrainingSetup:
     def autocast(self) -> torch.autocast:
         """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""
         return autocast(self.adapter.device, self.settings.autocast_dtype)
-
-    def local_work(self, work: UpdateWork) -> UpdateWork:
-        """Adds to a step's shape what is trained beside the model, waits beside it, and is this rank's of both."""
-        work = self.advantages.work(replace(work, gradients_aside=self.combiner.gradients_aside))
-        own = self.parallel.local_bytes(Component.GRADIENTS, work.geometry.trainable_bytes)
-        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
 
     def dry(self, memory_policy: MemoryPolicy | None = None, *, step: int = 0, **other: Any) -> TrainingSetup:
         """Gives a setup whose steps leave this one's plans, events, metrics and ranks alone; ``other`` parts differ.

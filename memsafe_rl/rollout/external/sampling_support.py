@@ -62,18 +62,14 @@ def quiet(logger: str, level: int) -> Iterator[None]:
         log.setLevel(before)
 
 
-def is_filtered(settings: SamplingSettings) -> bool:
-    """Tells whether tokens are drawn from another distribution than the model's at the run's temperature."""
-    plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
-    return any(getattr(settings, name) != getattr(plain, name) for name in FILTERS)
-
-
 def completion_of(
     tokens: Sequence[int], logprobs: Sequence[float], settings: SamplingSettings, *, finished: bool
 ) -> Completion:
     """Makes a completion of plain numbers; the model's own log-probs are unknown where settings filter tokens."""
     drawn = torch.tensor(logprobs, dtype=torch.float32)
-    own = torch.full_like(drawn, math.nan) if is_filtered(settings) else drawn
+    plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
+    filtered = any(getattr(settings, name) != getattr(plain, name) for name in FILTERS)
+    own = torch.full_like(drawn, math.nan) if filtered else drawn
     return Completion(torch.tensor(tokens, dtype=torch.int64), drawn, own, finished)
 
 

@@ -126,12 +126,6 @@ def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult)
     return metrics
 
 
-def objective_metrics(objective: Objective, metrics: Mapping[str, float], terms: StepTerms) -> dict[str, float]:
-    """Picks what is logged of one objective's part of a step."""
-    known = {"loss": metrics["loss"], "beta": terms.settings.beta, "kl": metrics.get("kl")}
-    return {f"objectives/{objective.name}/{key}": value for key, value in known.items() if value is not None}
-
-
 def gradient_metrics(
     objectives: Sequence[Objective], gram_KK: Sequence[Sequence[float]], coefficients_K: Sequence[float], scale: float
 ) -> dict[str, float]:
@@ -216,7 +210,9 @@ class Combiner:
         """Adds each objective's loss, KL and beta to a step's metrics."""
         for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
             numbers = setup.recovery.repeat(Stage.MEASURE, read_step, part, norm)
-            metrics |= objective_metrics(objective, step_metrics(numbers, own, setup.parallel), own)
+            found = step_metrics(numbers, own, setup.parallel)
+            known = {"loss": found["loss"], "beta": own.settings.beta, "kl": found.get("kl")}
+            metrics |= {f"objectives/{objective.name}/{key}": one for key, one in known.items() if one is not None}
         if any(own.settings.beta == 0 for own in terms.objectives):
             metrics.pop("kl", None)  # would be that of some rows only
         return metrics
