@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.routing import Routers
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
@@ -90,6 +91,7 @@ class ScoringAdapter(Protocol):
             reference are stored (Gaussian steps of a chain: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
         routers: those of a mixture of experts whose balance is part of the loss; None without.
+        host_weights: the blocks whose frozen weights can wait on the host, as ``geometry.frozen_block_bytes`` says.
     """
 
     model: nn.Module
@@ -97,6 +99,7 @@ class ScoringAdapter(Protocol):
     closed_form_kl: bool = False
     packs_prompts: bool = False
     routers: Routers | None = None
+    host_weights: HostWeights = HostWeights(())
 
     def balance_experts(self, coef: float) -> None:  # noqa: ARG002
         """Has updates add the balance loss of a mixture of experts.
@@ -124,27 +127,6 @@ class ScoringAdapter(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the network computes."""
-
-    @property
-    def resident_blocks(self) -> int | None:
-        """Blocks whose frozen weights are on the device; None for all."""
-        return None
-
-    def place_weights(self, resident: int | None) -> None:
-        """Leaves the frozen weights of so many blocks on the device; those of the others come while their block runs.
-
-        Args:
-            resident: how many; None for all. As ``geometry.frozen_block_bytes`` says, there may be none that can go.
-        """
-        del resident
-
-    def settle_weights_on_host(self) -> None:
-        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
-        return
-
-    def release_weights(self) -> None:
-        """Takes frozen weights from the device that are there only because their block ran last."""
-        return
 
     @property
     def geometry(self) -> ModelGeometry:

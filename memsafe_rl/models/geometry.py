@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
-from memsafe_rl.accounting import autocast_bytes
+from memsafe_rl.accounting import autocast_bytes, weights_of
+from memsafe_rl.models.module_state import tensor_place
 from memsafe_rl.types import ModelGeometry
 
 
@@ -69,15 +69,7 @@ def cache_windows(config: Any) -> tuple[int | None, ...]:
 
 def weight_bytes(*modules: nn.Module) -> int:
     """Counts the bytes of all weights and buffers, each once, with the state of bitsandbytes' quantised weights."""
-    tensors: dict[int, Tensor] = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensors[id(tensor)] = tensor
-            tensors.update({id(part): part for part in _quantisation_state(tensor)})
-        for part in (getattr(getattr(layer, "state", None), "SCB", None) for layer in module.modules()):
-            if isinstance(part, Tensor):  # where an 8-bit layer moves its scales in its first forward
-                tensors[id(part)] = part
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return sum({tensor_place(weight): weight.nbytes for weight in weights_of(*modules)}.values())
 
 
 def _cached_heads(config: Any, windows: tuple[int | None, ...], width: int, slot_bytes: int | None) -> tuple[int, int]:
@@ -110,14 +102,3 @@ def _element_bytes(lm: nn.Module) -> int:
     """Width of an element between layers: that of the embedding, which is not quantised."""
     weights = [weight for weight in lm.parameters() if weight.is_floating_point()]
     return weights[0].element_size() if weights else 4
-
-
-def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
-    """Gives the tensors bitsandbytes keeps beside a weight: neither parameters nor buffers."""
-    scales = getattr(weight, "SCB", None)
-    if isinstance(scales, Tensor):
-        yield scales
-    state = getattr(weight, "quant_state", None)
-    while state is not None:
-        yield from (part for part in (state.absmax, state.code, state.offset) if isinstance(part, Tensor))
-        state = getattr(state, "state2", None)

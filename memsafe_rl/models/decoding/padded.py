@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import charge, claim
@@ -44,15 +44,13 @@ class PaddedState(DecodeState):
 
     def nbytes(self) -> int:
         """Bytes of the cache, storage that a windowed layer still pins included."""
-        storages = {}
-        for tensor in self.tensors():
-            storage = tensor.untyped_storage()
-            storages[id(tensor) if isinstance(tensor, FakeTensor) else storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values())
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in self.tensors())}
+        return sum(storage.nbytes() for storage in storages.values())
 
     def tensors(self) -> Iterator[Tensor]:
         """Gives all that the layers hold: keys and values, or the states of recurrent layers."""
-        return _tensors([vars(layer) for layer in self.cache.layers])
+        held = tree_leaves([vars(layer) for layer in self.cache.layers])
+        return (tensor for tensor in held if isinstance(tensor, Tensor) and tensor.ndim)
 
     def select(self, rows: Sequence[int]) -> PaddedState:
         """Keeps, drops, repeats or reorders rows, layer by layer, and cuts off padding that all of them share."""
@@ -138,14 +136,3 @@ def _stretch(layer: Any, slots: int) -> None:
         layer.keys, layer.values = (
             torch.cat([part, part[:, :, :1].expand(-1, -1, missing, -1)], dim=2) for part in (layer.keys, layer.values)
         )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor) and value.ndim:
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -28,6 +28,7 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
+from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -128,7 +129,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
-        self._host_weights = HostWeights.of(lm)
+        self.host_weights = HostWeights.of(lm)
         keep_eager_masks_finite()
         lay_single_biases_densely()
         _switch_off_checkpointing(lm)
@@ -202,7 +203,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
             geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
-            movable = self._host_weights.block_bytes
+            movable = self.host_weights.block_bytes
             geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable)
             self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
         return self._geometries[key]
@@ -218,25 +219,8 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
-        self._host_weights = HostWeights.of(self.lm)
+        self.host_weights = HostWeights.of(self.lm)
         self._geometries.clear()
-
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks whose frozen weights are on the device."""
-        return self._host_weights.resident
-
-    def place_weights(self, resident: int | None) -> None:
-        """Leaves the frozen weights of so many blocks on the device; those of the others come while they run."""
-        self._host_weights.place(resident, self.device)
-
-    def settle_weights_on_host(self) -> None:
-        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
-        self._host_weights.settle_on_host()
-
-    def release_weights(self) -> None:
-        """Takes frozen weights from the device that are there only because their block ran last."""
-        self._host_weights.release()
 
     @in_its_numerics
     def distribution(
@@ -263,6 +247,18 @@ class LanguageAdapter(ModelAdapter, ABC):
             )
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
+
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Has transformers' `generate` decode rows of one length."""
+        read_BL, drawn_BN = ids_BL, None
+        if self.start_token_id is not None:
+            start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
+            read_BL, drawn_BN = ids_BL[:, :prompt_tokens], torch.cat([start_B1, ids_BL[:, prompt_tokens:]], 1)
+        generate_plainly(
+            self.lm, read_BL, choose, max_new_tokens=max_new_tokens, cached=cached, decoder_ids_BN=drawn_BN
+        )
 
     @property
     def decodes(self) -> bool:

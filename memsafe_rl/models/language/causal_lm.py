@@ -22,7 +22,6 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
@@ -169,18 +168,6 @@ class CausalLMAdapter(LanguageAdapter):
             pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
         return torch.cat(pieces)
 
-    def decode_plainly(
-        self,
-        ids_BL: Tensor,
-        choose: Choose,
-        *,
-        prompt_tokens: int,  # noqa: ARG002
-        max_new_tokens: int,
-        cached: bool,
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length."""
-        generate_plainly(self.lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
-
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
         maps, first = logit_maps(self.lm.config), _first_route(self.lm)
@@ -246,14 +233,7 @@ class CausalLMAdapter(LanguageAdapter):
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
-    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
-
-    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
-    mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
-    is logged in one warning. A frozen reference copy takes the same path. Where decoding differs, transformers'
-    `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the
-    geometry.
-    """
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
     agreement.settle(adapter, _settle_decoding)
 
 
@@ -302,7 +282,7 @@ def _settle_packing(adapter: LanguageAdapter) -> None:
 
 
 def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
+    """Says why rows cannot share a prompt, or None."""
     if adapter.routers is not None:
         return "the balance loss of its experts counts a prompt once for each completion"
     if adapter.path.route is not Route.LEAN:
@@ -310,17 +290,10 @@ def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
     if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:
         return "positions cannot be given"
     adapter.packs_prompts = True
-    try:
-        for packed in (True, False):  # padded rows may attend as packed ones do
-            route = partial(adapter.distribution, trajectory, range(len(trajectory)), packed=packed)
-            found = agreement.difference(route, adapter, wanted_MV)
-            if found is not None:
-                return found
-        return None
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # how a kernel or a shape complains
-        return f"{type(error).__name__}: {error}"
+    try:  # padded rows may attend as packed ones do; a `RuntimeError` is how a kernel or a shape complains
+        return agreement.scoring_disagreement(
+            adapter, trajectory, wanted_MV, RuntimeError, packed=True
+        ) or agreement.scoring_disagreement(adapter, trajectory, wanted_MV, RuntimeError)
     finally:
         adapter.packs_prompts = False
 

@@ -29,7 +29,6 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
     biased_modules,
@@ -147,21 +146,6 @@ class Seq2SeqAdapter(LanguageAdapter):
             claim(Component.LOGITS, [output.logits])
             pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
         return torch.cat(pieces)
-
-    def decode_plainly(
-        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length."""
-        prompts_BL, drawn_BN = ids_BL[:, :prompt_tokens], ids_BL[:, prompt_tokens:]
-        start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
-        generate_plainly(
-            self.lm,
-            prompts_BL,
-            choose,
-            max_new_tokens=max_new_tokens,
-            cached=cached,
-            decoder_ids_BN=torch.cat([start_B1, drawn_BN], 1),
-        )
 
     def candidate_paths(self) -> Iterator[ScoringPath]:
         """Gives the ways of scoring: the stacks and then the head, or the whole model."""
@@ -295,13 +279,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
 
 def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
-    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
-
-    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
-    reading of the config's logit scale, else the whole model row by row, which one warning logs. A frozen
-    reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
-    transformers' `generate` decodes instead, with a cache or without, which is logged too.
-    """
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
     agreement.settle(adapter, _settle_decoding)
 
 
