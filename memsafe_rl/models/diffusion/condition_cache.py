@@ -41,17 +41,14 @@ class EmbeddingCache:
         self._limit_bytes = limit_bytes
         self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
 
-    def get(self, key: Hashable | None) -> Tensor | None:
+    def get(self, key: Hashable) -> Tensor | None:
         """Finds an embedding."""
-        if key is None or key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
 
-    def put(self, key: Hashable | None, embedding_LD: Tensor) -> None:
+    def put(self, key: Hashable, embedding_LD: Tensor) -> None:
         """Keeps an embedding."""
-        if key is None:
-            return
         self._kept[key] = embedding_LD
         while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._limit_bytes:
             self._kept.popitem(last=False)

@@ -151,8 +151,13 @@ class DiffusionPolicy(nn.Module):
             raise ConfigError(f"denoiser is a {type(denoiser).__name__}. Pass a torch.nn.Module.")
         if not isinstance(trained_steps, (TrainedSteps, type(None))):
             raise ConfigError(f"trained_steps is {trained_steps!r}. Pass a TrainedSteps, such as TrainedSteps(0.5).")
-        _check_numbers(num_inference_steps, guidance_scale)
-        _check_called(embed=embed, elements=elements, decode=decode)
+        if not _is_whole(num_inference_steps) or num_inference_steps < 1:
+            raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
+        if not _is_number(guidance_scale):
+            raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
+        for name, value in {"embed": embed, "elements": elements, "decode": decode}.items():
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
         self.denoiser = denoiser
         self.scheduler = as_scheduler(scheduler)
         self.sample_shape = _as_shape("sample_shape", sample_shape, "one or more sizes, such as (3, 64, 64)")
@@ -287,9 +292,10 @@ class DiffusionPolicy(nn.Module):
             name = f"the embedding of prompt {repr(prompt)[:80]}"
             embedding_LD = self._checked(found, name)
             self._check_counts(embedding_LD, name)
-        self._cache.put(key, embedding_LD)
         if key is None:
             others[id(prompt)] = embedding_LD
+        else:
+            self._cache.put(key, embedding_LD)
         return embedding_LD
 
     def _checked(self, embedding: Any, name: str) -> Tensor:
@@ -335,13 +341,18 @@ def prepare_policy(
     if peft_config is not None and adapted:
         raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
     model = (policy if peft_config is None else get_peft_model(policy, peft_config)).eval()
-    if any(tensor.device.type != torch.device(device).type for tensor in (*model.parameters(), *model.buffers())):
-        model = model.to(device)
+    model = placed(model, torch.device(device))
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
     if not with_reference or adapted or peft_config is not None:
         return model, None
     return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
+
+
+def placed(network: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a network to a type of device, unless it is there."""
+    away = any(tensor.device.type != device.type for tensor in (*network.parameters(), *network.buffers()))
+    return network.to(device) if away else network
 
 
 def _is_whole(value: Any) -> bool:
@@ -358,19 +369,6 @@ def _as_shape(name: str, shape: Any, wanted: str, axes: int | None = None) -> tu
     if not right:
         raise ConfigError(f"{name} is {shape!r}. Set it to {wanted}, whole numbers above 0.")
     return tuple(int(size) for size in sizes)
-
-
-def _check_numbers(num_inference_steps: Any, guidance_scale: Any) -> None:
-    if not _is_whole(num_inference_steps) or num_inference_steps < 1:
-        raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
-    if not _is_number(guidance_scale):
-        raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
-
-
-def _check_called(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
 
 
 def _check_laid_out(scheduler: Any, steps: int) -> None:

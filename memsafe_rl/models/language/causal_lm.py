@@ -215,7 +215,7 @@ class CausalLMAdapter(LanguageAdapter):
         )
         reading = Reading(state, cache, [len(ids_N)], keeps=False)
         hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
-        state.replace_prompt(longer_block(state.blocks[0], cache.read, len(ids_N), state.windows))
+        state.replace_prompt(longer_block(state.origins[0].block, cache.read, len(ids_N), state.windows))
         return hidden_1ND[:, -1]
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
