@@ -21,8 +21,12 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     hidden = int(config.hidden_size)
     windows = cache_windows(own)
     head = lm.get_output_embeddings()
-    width = _element_bytes(lm)
-    kv_heads, head_dim = _cached_heads(config, windows, width, slot_bytes)
+    # that of an element between layers: the embedding's, which is not quantised
+    width = next((weight.element_size() for weight in lm.parameters() if weight.is_floating_point()), 4)
+    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
+    head_dim = int(_first(config, "head_dim", default=hidden // heads))
+    if slot_bytes not in (None, 2 * width * kv_heads * head_dim * len(windows)):
+        kv_heads, head_dim = 1, -(-slot_bytes // (2 * width * len(windows)))  # a measured cache of another size
     inner = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff")
     return ModelGeometry(
         layers=len(windows),
@@ -72,16 +76,6 @@ def weight_bytes(*modules: nn.Module) -> int:
     return sum({tensor_place(weight): weight.nbytes for weight in weights_of(*modules)}.values())
 
 
-def _cached_heads(config: Any, windows: tuple[int | None, ...], width: int, slot_bytes: int | None) -> tuple[int, int]:
-    """Gives key/value heads and their width; as one head where a measured cache is of another size."""
-    heads = int(_first(config, "num_attention_heads", default=1))
-    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
-    head_dim = int(_first(config, "head_dim", default=config.hidden_size // heads))
-    if slot_bytes in (None, 2 * width * kv_heads * head_dim * len(windows)):
-        return kv_heads, head_dim
-    return 1, -(-slot_bytes // (2 * width * len(windows)))
-
-
 def _window(layer: Any) -> int | None:
     if not isinstance(layer, CacheLayerMixin):
         return 0
@@ -96,9 +90,3 @@ def _first(source: Any, *names: str, default: Any) -> Any:
         if value is not None:
             return value
     return default
-
-
-def _element_bytes(lm: nn.Module) -> int:
-    """Width of an element between layers: that of the embedding, which is not quantised."""
-    weights = [weight for weight in lm.parameters() if weight.is_floating_point()]
-    return weights[0].element_size() if weights else 4

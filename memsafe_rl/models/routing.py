@@ -44,11 +44,7 @@ class Routers:
         self.coef = coef
         self.experts = int(lm.num_experts)
         self._chosen = int(lm.num_experts_per_tok)
-        self._ends: list[int] = []
-
-    def lay_out(self, lengths: Sequence[int]) -> None:
-        """Notes the tokens of each row that the network reads next, padded on the right."""
-        self._ends = list(lengths)
+        self.row_lengths: Sequence[int] = ()  # of the rows that the network reads next, padded on the right
 
     @contextmanager
     def heard(self, hear: Hearer) -> Iterator[None]:
@@ -57,17 +53,14 @@ class Routers:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
             logits_NE = output[self._places[module]].flatten(0, -2)
             probabilities_NE = torch.softmax(logits_NE, -1, dtype=torch.promote_types(logits_NE.dtype, torch.float32))
-            hear(probabilities_NE, self._mask(probabilities_NE))
+            ends_B1 = torch.tensor(self.row_lengths, device=logits_NE.device)[:, None]
+            slots_L = torch.arange(len(logits_NE) // len(ends_B1), device=logits_NE.device)
+            hear(probabilities_NE, (slots_L < ends_B1).flatten()[:, None].to(probabilities_NE.dtype))
 
         with ExitStack() as stack:
             for module in self._places:
                 stack.callback(module.register_forward_hook(hook).remove)
             yield
-
-    def _mask(self, like_NE: Tensor) -> Tensor:
-        width = like_NE.shape[0] // len(self._ends)
-        ends_B1 = torch.tensor(self._ends, device=like_NE.device)[:, None]
-        return (torch.arange(width, device=like_NE.device) < ends_B1).flatten()[:, None].to(like_NE.dtype)
 
     @contextmanager
     def counting(self) -> Iterator[list[Tensor]]:

@@ -200,8 +200,12 @@ class DiffusionPolicy(nn.Module):
             return _answer(denoiser, x, timesteps, condition)
         null = self._null(condition)
         if self.guidance_gradient or not torch.is_grad_enabled():
-            twice = torch.cat([timesteps, timesteps])
-            both = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null))
+            doubled = Condition(
+                torch.cat([condition.embedding_MLD, null.embedding_MLD]),
+                torch.cat([condition.mask_ML, null.mask_ML]),
+                None if condition.elements is None else torch.cat([condition.elements] * 2),
+            )
+            both = _answer(denoiser, torch.cat([x, x]), torch.cat([timesteps, timesteps]), doubled)
             prompted, free = both.chunk(2)
         else:
             with torch.no_grad():
@@ -407,12 +411,3 @@ def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condit
             "output.sample or output[0]."
         )
     return output
-
-
-def _joined(first: Condition, second: Condition) -> Condition:
-    elements = None
-    if first.elements is not None and second.elements is not None:
-        elements = torch.cat([first.elements, second.elements])
-    return Condition(
-        torch.cat([first.embedding_MLD, second.embedding_MLD]), torch.cat([first.mask_ML, second.mask_ML]), elements
-    )

@@ -20,6 +20,8 @@ from memsafe_rl.types import Ragged, Trajectory
 
 logger = logging.getLogger(__name__)
 
+_TELLING: tuple[type[Exception], ...] = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError)
+"""How a network says that it cannot be run this way."""
 _ALONE = 3e-2
 """What a row's logits may differ by for company, relative to the largest: less than bfloat16 may."""
 
@@ -44,7 +46,7 @@ def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter,
 def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
     first, reasons = adapter.path, []
-    for path in adapter.candidate_paths():
+    for path in adapter.candidate_paths:
         adapter.path = path
         if path.route is Route.WHOLE:
             break
@@ -138,7 +140,7 @@ def _disagreement(give: Callable[[], tuple[Tensor, Tensor]], tolerance: float, *
     """Says how logits differ from those wanted beside them, or None; out-of-memory errors pass through."""
     try:
         got, wanted = give()
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, *errors) as error:
+    except _TELLING + errors as error:
         if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
             raise
         return f"{type(error).__name__}: {error}"

@@ -46,8 +46,7 @@ from memsafe_rl.models.module_state import (
     as_reference,
     attention_configs,
     is_hooked,
-    keep_eager_masks_finite,
-    lay_single_biases_densely,
+    mend_attention,
 )
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
@@ -107,22 +106,31 @@ class LanguageAdapter(ModelAdapter, ABC):
         lm: Any,
         *,
         pad_token_id: int,
-        path: ScoringPath,
+        routes: Sequence[Route],
         joins: bool,
         cross_layers: int = 0,
         start_token_id: int | None = None,
-        reference_adapter: Self | None = None,
+        reference_model: nn.Module | None,
+        **options: Any,
     ) -> None:
-        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
-        self.model = model
+        """Wraps a model, and its frozen copy with further ``options`` of this kind.
+
+        Of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off. It goes one of some
+        ``routes``, the leanest first, or as a whole.
+        """
+        self.model, self.lm = model, lm
         self.pad_token_id = pad_token_id
-        self.path = path
+        maps = logit_maps(lm.config)
+        paths = [ScoringPath(route, logit_map) for route in routes for logit_map in maps]
+        self.candidate_paths = (*paths, ScoringPath(Route.WHOLE, maps[0]))
+        self.path = self.candidate_paths[0]
         self.joins = joins
         self.batch_invariant = False
         self.slot_bytes: int | None = None
         self._key_bytes: int | None = None
-        self.reference_adapter: Self | None = reference_adapter
-        self.lm = lm
+        self.reference_adapter: Self | None = None
+        if reference_model is not None:
+            self.reference_adapter = cast(Any, type(self))(reference_model, pad_token_id=pad_token_id, **options)
         self._padded = PaddedDecoder(lm)
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
@@ -130,8 +138,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
         self.host_weights = HostWeights.of(lm)
-        keep_eager_masks_finite()
-        lay_single_biases_densely()
+        mend_attention()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
 
@@ -165,10 +172,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
-
-    @abstractmethod
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
 
     @abstractmethod
     def measure_cache(self, state: DecodeState) -> None:
@@ -205,7 +208,11 @@ class LanguageAdapter(ModelAdapter, ABC):
             geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
             movable = self.host_weights.block_bytes
             geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable)
-            self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
+            if self.in_8_bits:
+                key_bytes = self._key_bytes or geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
+                source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
+                geometry = replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
+            self._geometries[key] = geometry
         return self._geometries[key]
 
     @property
@@ -343,13 +350,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
         return recomputed(find_blocks(self.lm)) if enabled else nullcontext()
 
-    def _rounded_cache(self, geometry: ModelGeometry) -> ModelGeometry:
-        """Gives the sizes of a network whose cache is in 8 bits."""
-        heads_bytes = geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
-        key_bytes = self._key_bytes or heads_bytes
-        source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
-        return replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
-
     def _note_heads(self, keys: Sequence[Tensor]) -> None:
         """Notes what the keys of a token take in 8 bits, in the widest layer."""
         self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
@@ -480,6 +480,12 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
         both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
         return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
     return ModuleHead(module, logit_map, bias_V)
+
+
+def padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """Gives which slots of rows padded on the right hold their tokens, (B, width) int64."""
+    ends_B1 = torch.tensor(lengths, device=device)[:, None]
+    return (torch.arange(width, device=device) < ends_B1).long()
 
 
 def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -29,7 +29,6 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SharedPrefixCache,
     SharedPrefixState,
     block_of,
-    layer_windows,
     longer_block,
 )
 from memsafe_rl.models.decoding.short_rotations import short_rotations
@@ -37,11 +36,10 @@ from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
-    ScoringPath,
     in_its_numerics,
     is_encoder_decoder,
     language_model_of,
-    logit_maps,
+    padding_mask,
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
@@ -89,19 +87,20 @@ class CausalLMAdapter(LanguageAdapter):
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
         self.inputs = inputs or TokenInputs()
-        path = ScoringPath(_first_route(lm), logit_maps(lm.config)[0])
-        copy = (
-            None
-            if reference_model is None
-            else CausalLMAdapter(reference_model, pad_token_id=pad_token_id, inputs=self.inputs)
-        )
+        accepted = inspect.signature(lm.base_model.forward).parameters
+        routes: tuple[Route, ...] = (Route.MASKED,)
+        if lm.base_model is lm or lm.get_output_embeddings() is None:
+            routes = ()
+        elif "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config)):
+            routes = (Route.LEAN, Route.MASKED)
         super().__init__(
             model,
             lm,
             pad_token_id=pad_token_id,
-            path=path,
-            joins=_can_share_prompts(lm, path.route),
-            reference_adapter=copy,
+            routes=routes,
+            joins=Route.LEAN in routes and "position_ids" in accepted,  # the check at start tells whether it agrees
+            reference_model=reference_model,
+            inputs=self.inputs,
         )
         self._step = Compiled(lm.base_model.forward, type(lm.base_model).__name__)
         _warn_of_rope_that_reads_lengths(lm.config)
@@ -117,16 +116,20 @@ class CausalLMAdapter(LanguageAdapter):
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
-            self.routers.lay_out(row_lengths)
-        hidden_BLD = self._trunk(ids_BL, row_lengths)
-        return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
+            self.routers.row_lengths = row_lengths
+        inputs = self.inputs.of(self.lm, ids_BL)
+        if self.path.route is Route.LEAN:
+            with self._attending_alone(ids_BL):
+                output = self.lm.base_model(**inputs, past_key_values=transit_cache(), use_cache=False)
+        else:
+            mask_BL = padding_mask(row_lengths, ids_BL.shape[1], ids_BL.device)
+            output = self.lm.base_model(**inputs, attention_mask=mask_BL, use_cache=False)
+        return predicting_states(output[0], [prompt - 1 for prompt in prompts], lengths)
 
     @torch.no_grad()
     @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache."""
-        if not self.path.decodes:
-            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
         if not self.joins:
             return self._padded.prefill(prompts, self.pad_token_id, self.device)
         chunk = max(int(prompt.shape[0]) for prompt in prompts)
@@ -168,13 +171,6 @@ class CausalLMAdapter(LanguageAdapter):
             pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
         return torch.cat(pieces)
 
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
-        maps, first = logit_maps(self.lm.config), _first_route(self.lm)
-        routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
-        yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
-        yield ScoringPath(Route.WHOLE, maps[0])
-
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the cache of all layers, unless a window may have hidden some."""
         if self.joins:
@@ -185,18 +181,6 @@ class CausalLMAdapter(LanguageAdapter):
             width = cast(PaddedState, state).width
         if not any(window is not None and window <= width for window in self.geometry.windows):
             self.slot_bytes = state.nbytes() // (state.rows * width)
-
-    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Gives hidden states (B, L, D) of rows padded on the right."""
-        trunk = self.lm.base_model
-        if self.path.route is Route.LEAN:
-            with self._attending_alone(ids_BL):
-                output = trunk(**self.inputs.of(self.lm, ids_BL), past_key_values=transit_cache(), use_cache=False)
-        else:
-            ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
-            mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
-            output = trunk(**self.inputs.of(self.lm, ids_BL), attention_mask=mask_BL.long(), use_cache=False)
-        return cast(Tensor, output[0])
 
     def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
         """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
@@ -261,15 +245,6 @@ def _warn_of_rope_that_reads_lengths(config: Any) -> None:
         )
 
 
-def _first_route(lm: Any) -> Route:
-    """The leanest route that a model's structure allows."""
-    if lm.base_model is lm or lm.get_output_embeddings() is None:
-        return Route.WHOLE
-    accepted = inspect.signature(lm.base_model.forward).parameters
-    plain = "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config))
-    return Route.LEAN if plain else Route.MASKED
-
-
 def _settle_packing(adapter: LanguageAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
@@ -313,12 +288,6 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
     if reason is not None:
         agreement.settle_generate(adapter, trajectory, wanted_MV, reason)
     _settle_packing(adapter)
-
-
-def _can_share_prompts(lm: Any, route: Route) -> bool:
-    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
-    accepted = inspect.signature(lm.base_model.forward).parameters
-    return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
 
 
 def _matches(model: Any) -> bool:

@@ -41,11 +41,10 @@ from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
-    ScoringPath,
     in_its_numerics,
     is_encoder_decoder,
     language_model_of,
-    logit_maps,
+    padding_mask,
     predicting_states,
 )
 from memsafe_rl.models.module_state import attention_configs, replaced
@@ -74,23 +73,24 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
-        lm = seq2seq_of(model)
+        lm = language_model_of(model)
+        if not is_encoder_decoder(lm):
+            raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
         windows = layer_windows(decoder_config(lm))
         if windows is None or lm.get_output_embeddings() is None:
             raise ConfigError(
                 f"{type(lm).__name__} has no head for tokens, or layers that are no attention, so that it cannot draw "
                 "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
             )
-        copy = None if reference_model is None else Seq2SeqAdapter(reference_model, pad_token_id=pad_token_id)
         super().__init__(
             model,
             lm,
             pad_token_id=pad_token_id,
-            path=ScoringPath(Route.MASKED, logit_maps(lm.config)[0]),
+            routes=(Route.MASKED,),
             joins=True,
             cross_layers=len(windows),
             start_token_id=start_token_of(lm),
-            reference_adapter=copy,
+            reference_model=reference_model,
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._biased = biased_modules(lm.get_decoder())
@@ -113,8 +113,6 @@ class Seq2SeqAdapter(LanguageAdapter):
     @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
         """Reads prompts, and the decoder's start token after each."""
-        if not self.path.decodes:
-            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
         lengths = [int(prompt.shape[0]) for prompt in prompts]
         hidden_PLD, mask_PL = self._encoded(prompts)
         own, cross = (SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
@@ -146,12 +144,6 @@ class Seq2SeqAdapter(LanguageAdapter):
             claim(Component.LOGITS, [output.logits])
             pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
         return torch.cat(pieces)
-
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring: the stacks and then the head, or the whole model."""
-        maps = logit_maps(self.lm.config)
-        yield from (ScoringPath(Route.MASKED, logit_map) for logit_map in maps)
-        yield ScoringPath(Route.WHOLE, maps[0])
 
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the decoder's layers; a prompt's token has as many in cross-attention."""
@@ -214,10 +206,8 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def _mask(self, lengths: Sequence[int]) -> Tensor | None:
         """Gives the mask (P, L) of padded prompts; None without padding."""
-        if min(lengths) == max(lengths):
-            return None
-        ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
-        return (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+        alike = min(lengths) == max(lengths)
+        return None if alike else padding_mask(lengths, max(lengths), self.device)
 
     @in_its_numerics
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
@@ -290,14 +280,6 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
         alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
         alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
         agreement.settle_generate(adapter, alike, alike_MV, reason)
-
-
-def seq2seq_of(model: nn.Module) -> Any:
-    """Gives the transformers encoder-decoder inside a model, LoRA layers in place."""
-    lm = language_model_of(model)
-    if not is_encoder_decoder(lm):
-        raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
-    return lm
 
 
 def start_token_of(lm: Any) -> int:
