@@ -94,7 +94,13 @@ def estimated_advantages(
             but one number for each row that is finite or NaN.
         DataError: If B is not a multiple of ``group_size``.
     """
-    _check(rewards_BF, group_size, scale_rewards, aggregation)
+    _known("scale_rewards", scale_rewards, SCALES)
+    _known("multi_objective_aggregation", aggregation, AGGREGATIONS)
+    if len(rewards_BF) % group_size:
+        raise DataError(
+            f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
+            "Give every prompt the same number of completions."
+        )
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
@@ -285,16 +291,6 @@ def _nanstd(values: Tensor) -> Tensor:
         return values.new_zeros(count.shape)
     squares = _centred(values).square().nansum(-1, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, math.nan)
-
-
-def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation: str) -> None:
-    _known("scale_rewards", scale_rewards, SCALES)
-    _known("multi_objective_aggregation", aggregation, AGGREGATIONS)
-    if len(rewards_BF) % group_size:
-        raise DataError(
-            f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
-            "Give every prompt the same number of completions."
-        )
 
 
 def _compared(estimator: AdvantageEstimator, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:

@@ -59,7 +59,14 @@ class PaddedState(DecodeState):
         on_device = torch.tensor(rows, device=self.pads_B.device)
         with charge(Component.KV_CACHE):
             for layer in self.cache.layers:
-                _select(layer, on_device, trim)
+                if trim:
+                    # A windowed layer counts all slots it has seen but holds the last ``window - 1`` at most.
+                    width = held = layer.get_seq_length() - trim
+                    if isinstance(layer, DynamicSlidingWindowLayer):
+                        layer.cumulative_length, held = width, min(width, layer.sliding_window - 1)
+                    first = layer.keys.shape[-2] - held
+                    layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
+                layer.reorder_cache(on_device)
         pads_B = self.pads_B.index_select(0, on_device) - trim
         return replace(self, pads_B=pads_B, pads=tuple(pad - trim for pad in pads), width=self.width - trim)
 
@@ -73,7 +80,16 @@ class PaddedState(DecodeState):
             return False
         self.width += tokens
         for layer in self.cache.layers:
-            _stretch(layer, self.width)
+            held = self.width
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = max(layer.cumulative_length, self.width)
+                held = min(self.width, layer.sliding_window - 1)
+            missing = held - layer.keys.shape[-2]
+            if missing > 0:
+                layer.keys, layer.values = (
+                    torch.cat([part, part[:, :, :1].expand(-1, -1, missing, -1)], dim=2)
+                    for part in (layer.keys, layer.values)
+                )
         return True
 
 
@@ -111,28 +127,3 @@ class PaddedDecoder:
             claim(Component.KV_CACHE, state.tensors())  # states of recurrent layers, which no update marks
         state.width = width
         return cast(Tensor, logits_BLV[:, -1])
-
-
-def _select(layer: Any, rows: Tensor, trim: int) -> None:
-    if trim:
-        # A windowed layer counts all slots it has seen but holds the last ``window - 1`` at most.
-        width = layer.get_seq_length() - trim
-        held = width
-        if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = width
-            held = min(width, layer.sliding_window - 1)
-        first = layer.keys.shape[-2] - held
-        layer.keys, layer.values = layer.keys[:, :, first:], layer.values[:, :, first:]
-    layer.reorder_cache(rows)
-
-
-def _stretch(layer: Any, slots: int) -> None:
-    held = slots
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = max(layer.cumulative_length, slots)
-        held = min(slots, layer.sliding_window - 1)
-    missing = held - layer.keys.shape[-2]
-    if missing > 0:
-        layer.keys, layer.values = (
-            torch.cat([part, part[:, :, :1].expand(-1, -1, missing, -1)], dim=2) for part in (layer.keys, layer.values)
-        )

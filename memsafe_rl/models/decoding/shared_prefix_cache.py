@@ -74,19 +74,13 @@ class PromptBlock:
 
     def trim(self, windows: Sequence[int | None], drawn: int) -> None:
         """Frees of each windowed layer what no row that has drawn so many tokens can see."""
-        with charge(Component.KV_CACHE):
-            for layer, window in enumerate(windows):
-                if window is not None:
-                    self._trim_layer(layer, max(1, window - 1 - drawn))
-
-    def _trim_layer(self, layer: int, kept: int) -> None:
-        held = self.keys[layer].shape[2]
-        if held <= kept:
-            return
-        starts = tuple(length - kept for length in self.lengths)
-        for store in (self.keys, self.values):
-            store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
-        self.dropped[layer] = starts
+        for layer, window in enumerate(windows):
+            kept = self.keys[layer].shape[2] if window is None else max(1, window - 1 - drawn)
+            if kept < self.keys[layer].shape[2]:
+                starts = tuple(length - kept for length in self.lengths)
+                for store in (self.keys, self.values):
+                    store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
+                self.dropped[layer] = starts
 
 
 class Origin(NamedTuple):
@@ -445,8 +439,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         if window is None or states.shape[2] <= max(1, window - 1):
             return _kept(states)
         slots = max(1, window - 1)
-        with charge(Component.KV_CACHE):
-            return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
+        return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
 
 
 class SourceMarks(Cache):  # type: ignore[misc]
@@ -529,7 +522,8 @@ def _starts(lengths: Sequence[int], held: int) -> tuple[int, ...]:
 
 def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: int) -> Tensor:
     """Copies from each prompt so many slots from its start on; what lies before slot 0 is zeros."""
-    shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
+    with charge(Component.KV_CACHE):
+        shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
     for prompt, (start, first) in enumerate(zip(starts, dropped, strict=True)):
         begin = max(0, first - start)
         source = part[prompt, :, start + begin - first : start + kept - first]

@@ -272,17 +272,6 @@ class DiffusionPolicy(nn.Module):
             "them."
         )
 
-    def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
-        """Refuses weights that count nothing; the synthetic embeddings of probes do not come here."""
-        if self.elements is None:
-            return
-        mask = self._counted(self.elements(embedding_LD))
-        if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
-            raise DataError(
-                f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. Give "
-                "finite ones, 1 where an element counts and 0 where not, and at least one that counts."
-            )
-
     def _embedded(self, prompt: Any, others: dict[int, Tensor]) -> Tensor:
         """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
         with host_memory():
@@ -295,7 +284,13 @@ class DiffusionPolicy(nn.Module):
             found = _numbers(prompt) if own is None else own(prompt)
             name = f"the embedding of prompt {repr(prompt)[:80]}"
             embedding_LD = self._checked(found, name)
-            self._check_counts(embedding_LD, name)
+            if self.elements is not None:  # the synthetic embeddings of probes do not come here
+                mask = self._counted(self.elements(embedding_LD))
+                if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
+                    raise DataError(
+                        f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. "
+                        "Give finite ones, 1 where an element counts and 0 where not, and at least one that counts."
+                    )
         if key is None:
             others[id(prompt)] = embedding_LD
         else:

@@ -29,6 +29,7 @@ from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
 from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
+from memsafe_rl.models.decoding.few_operators import norms_of, rotations_of, short_norms
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -38,8 +39,6 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     resumed,
 )
-from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
-from memsafe_rl.models.decoding.short_rotations import rotations_of
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.module_state import (
@@ -249,9 +248,8 @@ class LanguageAdapter(ModelAdapter, ABC):
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         if self.path.route is Route.WHOLE and not packed:
-            return TokenDistribution(
-                self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits, fixed_tiles_on()
-            )
+            logits_MV = self.row_logits(self.lm, trajectory, rows)
+            return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, fixed_tiles_on())
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
 

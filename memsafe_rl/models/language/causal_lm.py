@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
+from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import (
@@ -31,7 +32,6 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     block_of,
     longer_block,
 )
-from memsafe_rl.models.decoding.short_rotations import short_rotations
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
@@ -49,28 +49,14 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
-class TrunkInputs(Protocol):
-    """Turns stored token ids into what a trunk reads."""
-
-    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
-        """Gives the trunk's arguments for tokens.
-
-        Args:
-            lm: the network that reads them.
-            ids_BN: (B, N) int64 on the device.
-            positions_BN: (B, N) int64, slots of the tokens in their rows; None where every row begins at slot 0.
-
-        Returns:
-            Keyword arguments of the trunk's forward; no tensor value is read.
-        """
+TrunkInputs = Callable[..., dict[str, Any]]
+"""Gives a trunk's arguments, ``of(lm, ids_BN, positions_BN=None)``, from stored ids and their slots in their rows, None
+where every row begins at slot 0; no tensor value is read."""
 
 
-class TokenInputs:
-    """Ids as they are."""
-
-    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Gives the ids, and the positions where these are known."""
-        return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+def token_inputs(_lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
+    """Gives ids as they are, and the positions where these are known."""
+    return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
 
 class CausalLMAdapter(LanguageAdapter):
@@ -86,7 +72,7 @@ class CausalLMAdapter(LanguageAdapter):
     ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
-        self.inputs = inputs or TokenInputs()
+        self.inputs = inputs or token_inputs
         accepted = inspect.signature(lm.base_model.forward).parameters
         routes: tuple[Route, ...] = (Route.MASKED,)
         if lm.base_model is lm or lm.get_output_embeddings() is None:
@@ -110,14 +96,14 @@ class CausalLMAdapter(LanguageAdapter):
         if packed:  # behind one copy of each prompt
             laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
             with attending(self._attention_configs, laid.layout):
-                output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
+                output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
             hidden_ND: Tensor = output[0][0]
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
             self.routers.row_lengths = row_lengths
-        inputs = self.inputs.of(self.lm, ids_BL)
+        inputs = self.inputs(self.lm, ids_BL)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
                 output = self.lm.base_model(**inputs, past_key_values=transit_cache(), use_cache=False)
@@ -141,7 +127,7 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
             output = self.lm.base_model(
-                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+                **self.inputs(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
@@ -210,9 +196,7 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(
-                **self.inputs.of(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True
-            )
+            output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
 
 
