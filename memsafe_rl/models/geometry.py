@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import autocast_bytes, weights_of
 from memsafe_rl.models.module_state import tensor_place
@@ -69,6 +69,17 @@ def max_positions(config: Any) -> int | None:
 def cache_windows(config: Any) -> tuple[int | None, ...]:
     """Gives each layer's attention window as transformers' cache sees it."""
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Gives each layer's window, if all layers are plain or windowed attention."""
+    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
+
+
+def is_trimmable(cache: Any) -> bool:
+    """Tells whether slots can be cut off the front of a cache."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 
 
 def weight_bytes(*modules: nn.Module) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -116,6 +117,21 @@ def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
             yield
         finally:
             model.set_adapter(active)
+
+
+def peft_adapters_on(model: nn.Module) -> tuple[str, ...]:
+    """Names the PEFT adapters that take part in a forward pass now."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return () if module.disable_adapters else tuple(module.active_adapters)
+    return ()
+
+
+def weights_mark(model: nn.Module) -> int:
+    """Gives a number that differs once a weight was written to, or replaced."""
+    weights = list(model.parameters())
+    versions = [-1 if weight.is_inference() else weight._version for weight in weights]
+    return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -35,9 +35,6 @@ class FakeState:
     def prompt_blocks(self) -> list[PromptBlock]:
         return []
 
-    def keep_whole(self, whole: bool) -> None:
-        pass
-
     def select(self, rows: Sequence[int]) -> FakeState:
         selected = self.adapter.handed_out(FakeState(self.hidden_BD[rows], self.adapter))
         if not self.adapter.joins:

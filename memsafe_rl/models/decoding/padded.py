@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_leaves
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import charge, claim
 from memsafe_rl.models.adapter import DecodeState
-from memsafe_rl.models.decoding.cache import growing_cache, is_trimmable
+from memsafe_rl.models.geometry import is_trimmable
 from memsafe_rl.types import Component
 
 
@@ -93,6 +93,17 @@ class PaddedState(DecodeState):
         return True
 
 
+class _MarkedCache(DynamicCache):  # type: ignore[misc]
+    """A growing cache that says what it allocates for."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        with charge(Component.KV_CACHE):
+            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+
 class PaddedDecoder:
     """Reads tokens into such a cache, with the model's own forward."""
 
@@ -105,7 +116,7 @@ class PaddedDecoder:
         width = max(int(prompt.shape[0]) for prompt in prompts)
         pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
         ids_BL = pad_sequence(list(prompts), True, pad_token_id, "left")
-        cache = growing_cache(self._lm.config)
+        cache = _MarkedCache(config=self._lm.config)
         pads_B = torch.tensor(pads, device=device)
         state = PaddedState(cache, pads_B, pads, width=0, trimmable=is_trimmable(cache))
         return self.read(state, ids_BL.to(device)), state

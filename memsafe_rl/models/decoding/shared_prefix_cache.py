@@ -18,11 +18,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import charge, claim
-from memsafe_rl.models.decoding.cache import is_trimmable
-from memsafe_rl.models.geometry import cache_windows
 from memsafe_rl.types import CACHE_SCALE_BYTES, Component, whole_blocks
 
 _LARGEST_INT8 = 127
@@ -229,11 +227,6 @@ class SharedPrefixState:
     def prompt_bytes(self) -> int:
         """Bytes of the prompts' keys and values."""
         return sum(block.nbytes() for block in self.prompt_blocks())
-
-    def keep_whole(self, whole: bool) -> None:
-        """Says whether rows may still begin at these prompts, so none of them may be freed."""
-        for block in self.prompt_blocks():
-            block.kept_whole = whole
 
     def select(self, rows: Sequence[int]) -> SharedPrefixState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
@@ -455,11 +448,6 @@ class SourceMarks(Cache):  # type: ignore[misc]
     def layer_of(self, key: Tensor) -> int | None:
         """Tells which layer a mark belongs to; None if it is no mark."""
         return self._layers.get(id(key))
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...] | None:
-    """Gives each layer's window, if all layers are plain or windowed attention."""
-    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
 
 
 def resumed(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.diffusion.condition_cache import EmbeddingCache, prompt_key
+from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
 
 EMBEDDING_CACHE_BYTES = 256 * 2**20
@@ -179,7 +179,7 @@ class DiffusionPolicy(nn.Module):
         null_LD = torch.zeros(self.condition_shape) if null_condition is None else null_condition
         self.null_condition: Tensor
         self.register_buffer("null_condition", self._checked(null_LD, "null_condition"), persistent=False)
-        self._cache = EmbeddingCache(EMBEDDING_CACHE_BYTES)
+        self._kept: dict[Hashable, Tensor] = {}
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Gives what the denoiser, guided, says of states.
@@ -233,7 +233,7 @@ class DiffusionPolicy(nn.Module):
                 counts.
         """
         held = list(prompts)  # so that no two of them ever have the same address
-        others: dict[int, Tensor] = {}
+        others: dict[Hashable, Tensor] = {}
         return [self._embedded(prompt, others) for prompt in held]
 
     def decode(self, sample: Tensor) -> Any:
@@ -272,13 +272,14 @@ class DiffusionPolicy(nn.Module):
             "them."
         )
 
-    def _embedded(self, prompt: Any, others: dict[int, Tensor]) -> Tensor:
+    def _embedded(self, prompt: Any, others: dict[Hashable, Tensor]) -> Tensor:
         """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
         with host_memory():
             key = prompt_key(prompt)
-        known = others.get(id(prompt)) if key is None else self._cache.get(key)
-        if known is not None:
-            return known
+        kept, key = (others, id(prompt)) if key is None else (self._kept, key)
+        if key in kept:
+            kept[key] = kept.pop(key)  # the least recently used come first
+            return kept[key]
         own = self._embed[0]
         with torch.no_grad(), host_memory():
             found = _numbers(prompt) if own is None else own(prompt)
@@ -291,10 +292,9 @@ class DiffusionPolicy(nn.Module):
                         f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. "
                         "Give finite ones, 1 where an element counts and 0 where not, and at least one that counts."
                     )
-        if key is None:
-            others[id(prompt)] = embedding_LD
-        else:
-            self._cache.put(key, embedding_LD)
+        kept[key] = embedding_LD
+        while len(self._kept) > 1 and sum(held.nbytes for held in self._kept.values()) > EMBEDDING_CACHE_BYTES:
+            del self._kept[next(iter(self._kept))]
         return embedding_LD
 
     def _checked(self, embedding: Any, name: str) -> Tensor:

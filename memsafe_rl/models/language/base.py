@@ -17,18 +17,17 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
-from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.few_operators import norms_of, rotations_of, short_norms
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
@@ -46,6 +45,7 @@ from memsafe_rl.models.module_state import (
     attention_configs,
     is_hooked,
     mend_attention,
+    replaced,
 )
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
@@ -256,14 +256,35 @@ class LanguageAdapter(ModelAdapter, ABC):
     def decode_plainly(
         self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
     ) -> None:
-        """Has transformers' `generate` decode rows of one length."""
-        read_BL, drawn_BN = ids_BL, None
+        """Runs transformers' `generate`, with tokens chosen by the caller in place of its own search.
+
+        Rows have one length, so the network's padding does not matter. Rows that have ended are still read until
+        the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
+        """
+        ended_B = torch.zeros(len(ids_BL), dtype=torch.bool, device=ids_BL.device)
+
+        def leave_no_choice(_ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+            tokens_B, ends_B = choose(scores_BV)
+            ended_B.logical_or_(ends_B.to(ended_B.device))
+            return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+        plain = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=cached, disable_compile=True
+        )
+        begun = {}
         if self.start_token_id is not None:
             start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
-            read_BL, drawn_BN = ids_BL[:, :prompt_tokens], torch.cat([start_B1, ids_BL[:, prompt_tokens:]], 1)
-        generate_plainly(
-            self.lm, read_BL, choose, max_new_tokens=max_new_tokens, cached=cached, decoder_ids_BN=drawn_BN
-        )
+            begun["decoder_input_ids"] = torch.cat([start_B1, ids_BL[:, prompt_tokens:]], 1)
+            ids_BL, plain.decoder_start_token_id = ids_BL[:, :prompt_tokens], self.start_token_id
+        with replaced([(self.lm, "generation_config", plain)]):  # from which `generate` takes what it is not given
+            self.lm.generate(
+                input_ids=ids_BL,
+                attention_mask=torch.ones_like(ids_BL),
+                generation_config=plain,
+                logits_processor=[leave_no_choice],
+                stopping_criteria=[lambda *_, **__: ended_B],
+                **begun,
+            )
 
     @property
     def decodes(self) -> bool:
@@ -279,15 +300,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     def caches(self) -> bool:
         """Whether transformers' `generate` may keep a cache."""
         return self.path.caches
-
-    def cache_in_8_bits(self, wanted: bool) -> None:
-        """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
-        if wanted and not self.kv_retention:
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self.lm).__name__} is decoded with transformers' own "
-                "cache (the log says why), which is kept as it is. Leave cache_implementation out."
-            )
-        self.in_8_bits = wanted
 
     @torch.no_grad()
     @in_its_numerics
@@ -313,19 +325,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         """Puts rows that waited into a cache, and has each read on."""
         state = resumed(rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device)
         return self.extend(state, tokens, chunk_tokens), state
-
-    def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names the PEFT adapters that take part in a forward pass now."""
-        for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer):
-                return () if module.disable_adapters else tuple(module.active_adapters)
-        return ()
-
-    def weights_mark(self) -> int:
-        """Gives a number that differs once a weight was written to, or replaced."""
-        weights = list(self.model.parameters())
-        versions = [-1 if weight.is_inference() else weight._version for weight in weights]
-        return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
 
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:

@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
 from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
@@ -32,6 +32,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     block_of,
     longer_block,
 )
+from memsafe_rl.models.geometry import layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
@@ -59,6 +60,18 @@ def token_inputs(_lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -
     return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
 
+class _TransitLayer(DynamicLayer):  # type: ignore[misc]
+    """Hands keys and values on and keeps none, which tells transformers' mask code all it must know.
+
+    Without a cache and a mask, that code looks for packed sequences in tensor values: a wait for the device, and on
+    fake tensors a mask that the real run does not have. With an empty cache it takes shapes alone, builds no mask where
+    the attention kernel knows causality itself, and one window mask for all rows where a layer has a window.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
 class CausalLMAdapter(LanguageAdapter):
     """A causal LM of transformers behind the `ModelAdapter` protocol."""
 
@@ -77,7 +90,7 @@ class CausalLMAdapter(LanguageAdapter):
         routes: tuple[Route, ...] = (Route.MASKED,)
         if lm.base_model is lm or lm.get_output_embeddings() is None:
             routes = ()
-        elif "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config)):
+        elif "past_key_values" in accepted and layer_windows(lm.config) is not None:
             routes = (Route.LEAN, Route.MASKED)
         super().__init__(
             model,
@@ -106,7 +119,8 @@ class CausalLMAdapter(LanguageAdapter):
         inputs = self.inputs(self.lm, ids_BL)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
-                output = self.lm.base_model(**inputs, past_key_values=transit_cache(), use_cache=False)
+                cache = Cache(layer_class_to_replicate=_TransitLayer)
+                output = self.lm.base_model(**inputs, past_key_values=cache, use_cache=False)
         else:
             mask_BL = padding_mask(row_lengths, ids_BL.shape[1], ids_BL.device)
             output = self.lm.base_model(**inputs, attention_mask=mask_BL, use_cache=False)

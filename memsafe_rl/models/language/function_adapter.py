@@ -15,9 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import autocast_bytes, claim
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.adapter import Choose, ModelAdapter
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
 from memsafe_rl.models.module_state import as_reference, replaced
@@ -134,14 +132,6 @@ class FunctionAdapter(ModelAdapter):
                 if bool(ended_B.all()):
                     return
                 ids_BL = torch.cat([ids_BL, tokens_B[:, None]], 1)
-
-    def cache_in_8_bits(self, wanted: bool) -> None:
-        """Refuses a cache in 8 bits, for there is none."""
-        if wanted:
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self._inner).__name__} is decoded without a cache. Leave "
-                "cache_implementation out."
-            )
 
     @property
     def value_inputs(self) -> tuple[int, torch.dtype]:

@@ -35,8 +35,8 @@ from memsafe_rl.models.decoding.shared_prefix_attention import (
     biases_left_out,
     shared_prefix_attention,
 )
-from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
-from memsafe_rl.models.geometry import decoder_config
+from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
+from memsafe_rl.models.geometry import decoder_config, layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,

@@ -305,7 +305,8 @@ class _RunningBatch:
         fresh = sum(1 for one in self._sequences if one.prompt == prompts[0] and not one.ids and not one.ended)
         parted = len(prompts) == 1 and fresh > len(wave) and self._adapter.joins
         self._template = _Template(prompts[0], logits_PV, state) if parted else None
-        state.keep_whole(parted)
+        for block in state.prompt_blocks():
+            block.kept_whole = parted
 
     def _step(self) -> None:
         if self._state is None or self._tokens_B is None:
