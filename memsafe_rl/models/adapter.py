@@ -35,10 +35,6 @@ class DecodeState(Protocol):
     def nbytes(self) -> int:
         """Bytes of the cache."""
 
-    def prompt_bytes(self) -> int:
-        """Bytes of the prompts that are kept once for all their rows; 0 where each row has its own."""
-        return 0
-
     def prompt_blocks(self) -> list[PromptBlock]:
         """The blocks that hold these prompts, each once; they know whether rows may still begin at them."""
         return []

@@ -29,9 +29,6 @@ class FakeState:
     def nbytes(self) -> int:
         return self.hidden_BD.nbytes
 
-    def prompt_bytes(self) -> int:
-        return 0
-
     def prompt_blocks(self) -> list[PromptBlock]:
         return []
 

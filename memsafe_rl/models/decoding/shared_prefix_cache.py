@@ -166,6 +166,25 @@ class SharedPrefixState:
         origins = tuple(Origin(block, prompt, length) for prompt, length in enumerate(block.lengths))
         return cls(windows, origins, [0] * len(origins), device)
 
+    @classmethod
+    def resumed(
+        cls,
+        rows: Sequence[RowCache],
+        tokens: Sequence[int],
+        more: Sequence[int],
+        windows: tuple[int | None, ...],
+        device: torch.device,
+    ) -> SharedPrefixState:
+        """Puts rows that waited, of which so many tokens hold, into a state with room for more."""
+        pairs = zip(rows, tokens, strict=True)
+        origins = tuple(Origin(row.block, row.prompt, min(row.base, count)) for row, count in pairs)
+        lengths = [count - origin.base for count, origin in zip(tokens, origins, strict=True)]
+        state = cls(windows, origins, lengths, device)
+        if any(lengths):
+            state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
+            state._refill(rows)
+        return state
+
     @property
     def rows(self) -> int:
         """Sequences held."""
@@ -223,10 +242,6 @@ class SharedPrefixState:
     def prompt_blocks(self) -> list[PromptBlock]:
         """Gives the blocks that the rows follow, each once."""
         return list({id(origin.block): origin.block for origin in self.origins}.values())
-
-    def prompt_bytes(self) -> int:
-        """Bytes of the prompts' keys and values."""
-        return sum(block.nbytes() for block in self.prompt_blocks())
 
     def select(self, rows: Sequence[int]) -> SharedPrefixState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
@@ -448,24 +463,6 @@ class SourceMarks(Cache):  # type: ignore[misc]
     def layer_of(self, key: Tensor) -> int | None:
         """Tells which layer a mark belongs to; None if it is no mark."""
         return self._layers.get(id(key))
-
-
-def resumed(
-    rows: Sequence[RowCache],
-    tokens: Sequence[int],
-    more: Sequence[int],
-    windows: tuple[int | None, ...],
-    device: torch.device,
-) -> SharedPrefixState:
-    """Puts rows that waited into a state, a tensor at a time."""
-    pairs = zip(rows, tokens, strict=True)
-    origins = tuple(Origin(row.block, row.prompt, min(row.base, count)) for row, count in pairs)
-    lengths = [count - origin.base for count, origin in zip(tokens, origins, strict=True)]
-    state = SharedPrefixState(windows, origins, lengths, device)
-    if any(lengths):
-        state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
-        state._refill(rows)
-    return state
 
 
 def block_of(

@@ -31,22 +31,10 @@ from memsafe_rl.models.compiling import MODE, mode_in_force
 from memsafe_rl.models.decoding.few_operators import norms_of, rotations_of, short_norms
 from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
-from memsafe_rl.models.decoding.shared_prefix_cache import (
-    RowCache,
-    SharedPrefixCache,
-    SharedPrefixState,
-    SourceMarks,
-    resumed,
-)
+from memsafe_rl.models.decoding.shared_prefix_cache import RowCache, SharedPrefixCache, SharedPrefixState, SourceMarks
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.host_weights import HostWeights
-from memsafe_rl.models.module_state import (
-    as_reference,
-    attention_configs,
-    is_hooked,
-    mend_attention,
-    replaced,
-)
+from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, mend_attention, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
@@ -323,7 +311,9 @@ class LanguageAdapter(ModelAdapter, ABC):
         self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
     ) -> tuple[Tensor, SharedPrefixState]:
         """Puts rows that waited into a cache, and has each read on."""
-        state = resumed(rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device)
+        state = SharedPrefixState.resumed(
+            rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device
+        )
         return self.extend(state, tokens, chunk_tokens), state
 
     @contextmanager

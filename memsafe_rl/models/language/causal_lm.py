@@ -26,12 +26,7 @@ from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
-from memsafe_rl.models.decoding.shared_prefix_cache import (
-    SharedPrefixCache,
-    SharedPrefixState,
-    block_of,
-    longer_block,
-)
+from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, longer_block
 from memsafe_rl.models.geometry import layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (

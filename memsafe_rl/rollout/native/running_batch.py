@@ -176,7 +176,7 @@ class _RunningBatch:
             alike = [one for one in alike if one.prompt == template.prompt]
         shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
         candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
-        held = 0 if self._state is None else self._state.prompt_bytes()
+        held = sum(block.nbytes() for block in self._blocks())
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]
 
