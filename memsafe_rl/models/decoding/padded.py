@@ -22,25 +22,46 @@ from memsafe_rl.models.geometry import is_trimmable
 from memsafe_rl.types import Component
 
 
+class _MarkedCache(DynamicCache):  # type: ignore[misc]
+    """A growing cache that says what it allocates for."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        with charge(Component.KV_CACHE):
+            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+
 @dataclass
 class PaddedState(DecodeState):
     """Keys and values of rows being decoded, padded on the left to one width."""
 
+    lm: Any  # the network, whose own forward reads tokens
+    accepted: frozenset[str]  # what that takes
     cache: Any  # transformers' cache
     pads_B: Tensor  # (B,) int64 on the device, slots of padding before each row
     pads: tuple[int, ...]  # the same on the host
     width: int  # slots of every row, padding included
     trimmable: bool  # whether common padding may be cut off (every layer is plain or windowed attention)
 
+    @classmethod
+    def of_prompts(
+        cls, lm: Any, prompts: Sequence[Tensor], pad_token_id: int, device: torch.device
+    ) -> tuple[Tensor, PaddedState]:
+        """Reads prompts; gives logits (B, V) of the next tokens, and the cache."""
+        width = max(int(prompt.shape[0]) for prompt in prompts)
+        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
+        ids_BL = pad_sequence(list(prompts), True, pad_token_id, "left")
+        cache, pads_B = _MarkedCache(config=lm.config), torch.tensor(pads, device=device)
+        accepted = frozenset(inspect.signature(lm.forward).parameters)
+        state = cls(lm, accepted, cache, pads_B, pads, width=0, trimmable=is_trimmable(cache))
+        return state.read(ids_BL.to(device)), state
+
     @property
     def rows(self) -> int:
         """Sequences held."""
         return int(self.pads_B.shape[0])
-
-    @property
-    def padded(self) -> bool:
-        """Whether any row may have padding."""
-        return any(self.pads)
 
     def nbytes(self) -> int:
         """Bytes of the cache, storage that a windowed layer still pins included."""
@@ -92,49 +113,20 @@ class PaddedState(DecodeState):
                 )
         return True
 
-
-class _MarkedCache(DynamicCache):  # type: ignore[misc]
-    """A growing cache that says what it allocates for."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        with charge(Component.KV_CACHE):
-            updated: tuple[Tensor, Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return updated
-
-
-class PaddedDecoder:
-    """Reads tokens into such a cache, with the model's own forward."""
-
-    def __init__(self, lm: Any) -> None:
-        self._lm = lm
-        self._accepted = frozenset(inspect.signature(lm.forward).parameters)
-
-    def prefill(self, prompts: Sequence[Tensor], pad_token_id: int, device: torch.device) -> tuple[Tensor, PaddedState]:
-        """Reads prompts; gives logits (B, V) of the next tokens, and the cache."""
-        width = max(int(prompt.shape[0]) for prompt in prompts)
-        pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
-        ids_BL = pad_sequence(list(prompts), True, pad_token_id, "left")
-        cache = _MarkedCache(config=self._lm.config)
-        pads_B = torch.tensor(pads, device=device)
-        state = PaddedState(cache, pads_B, pads, width=0, trimmable=is_trimmable(cache))
-        return self.read(state, ids_BL.to(device)), state
-
-    def read(self, state: PaddedState, ids_BL: Tensor) -> Tensor:
+    def read(self, ids_BL: Tensor) -> Tensor:
         """Reads L more tokens of every row into the cache and gives logits (B, V) after the last one."""
-        width = state.width + ids_BL.shape[1]
-        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": state.cache, "use_cache": True}
-        if "logits_to_keep" in self._accepted:
+        width = self.width + ids_BL.shape[1]
+        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": self.cache, "use_cache": True}
+        if "logits_to_keep" in self.accepted:
             inputs["logits_to_keep"] = 1
-        if state.padded:
+        if any(self.pads):
             slots_1L = torch.arange(width, device=ids_BL.device)[None]
-            inputs["attention_mask"] = (slots_1L >= state.pads_B[:, None]).long()
-            if "position_ids" in self._accepted:
-                inputs["position_ids"] = (slots_1L[:, state.width :] - state.pads_B[:, None]).clamp_min(0)
-        logits_BLV = self._lm(**inputs).logits
+            inputs["attention_mask"] = (slots_1L >= self.pads_B[:, None]).long()
+            if "position_ids" in self.accepted:
+                inputs["position_ids"] = (slots_1L[:, self.width :] - self.pads_B[:, None]).clamp_min(0)
+        logits_BLV = self.lm(**inputs).logits
         claim(Component.LOGITS, [logits_BLV])
-        if not state.trimmable:
-            claim(Component.KV_CACHE, state.tensors())  # states of recurrent layers, which no update marks
-        state.width = width
+        if not self.trimmable:
+            claim(Component.KV_CACHE, self.tensors())  # states of recurrent layers, which no update marks
+        self.width = width
         return cast(Tensor, logits_BLV[:, -1])

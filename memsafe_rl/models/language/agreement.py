@@ -36,33 +36,28 @@ def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter,
     with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
-        settle_path(adapter, trajectory, wanted_MV)
+        first, reasons = adapter.path, []
+        for path in adapter.candidate_paths:
+            adapter.path = path
+            if path.route is Route.WHOLE:
+                break
+            reason = scoring_disagreement(adapter, trajectory, wanted_MV)
+            if reason is None:
+                break
+            reasons.append(f"{path.route.value}: {reason}")
+        if adapter.path != first:
+            logger.warning(
+                "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
+                type(adapter.lm).__name__,
+                adapter.path.route.value,
+                adapter.path.logit_map.scale,
+                adapter.path.logit_map.soft_cap,
+                "; ".join(dict.fromkeys(reasons)),
+            )
         settle_decoding(adapter, trajectory, wanted_MV)
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
         adapter.reference_adapter.packs_prompts = adapter.packs_prompts
-
-
-def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
-    first, reasons = adapter.path, []
-    for path in adapter.candidate_paths:
-        adapter.path = path
-        if path.route is Route.WHOLE:
-            break
-        reason = scoring_disagreement(adapter, trajectory, wanted_MV)
-        if reason is None:
-            break
-        reasons.append(f"{path.route.value}: {reason}")
-    if adapter.path != first:
-        logger.warning(
-            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
-            type(adapter.lm).__name__,
-            adapter.path.route.value,
-            adapter.path.logit_map.scale,
-            adapter.path.logit_map.soft_cap,
-            "; ".join(dict.fromkeys(reasons)),
-        )
 
 
 def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:

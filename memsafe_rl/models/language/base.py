@@ -29,7 +29,7 @@ from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
 from memsafe_rl.models.decoding.few_operators import norms_of, rotations_of, short_norms
-from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
+from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import RowCache, SharedPrefixCache, SharedPrefixState, SourceMarks
 from memsafe_rl.models.geometry import read_geometry
@@ -118,7 +118,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         self.reference_adapter: Self | None = None
         if reference_model is not None:
             self.reference_adapter = cast(Any, type(self))(reference_model, pad_token_id=pad_token_id, **options)
-        self._padded = PaddedDecoder(lm)
         self.start_token_id = start_token_id
         self._cross_layers = cross_layers
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
@@ -147,7 +146,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place."""
         if not self.joins:
-            return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
+            return cast(PaddedState, state).read(tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
         plain = fixed_tiles_on() or self._mode

@@ -126,7 +126,7 @@ class CausalLMAdapter(LanguageAdapter):
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache."""
         if not self.joins:
-            return self._padded.prefill(prompts, self.pad_token_id, self.device)
+            return PaddedState.of_prompts(self.lm, prompts, self.pad_token_id, self.device)
         chunk = max(int(prompt.shape[0]) for prompt in prompts)
         if len(prompts) == 1 and chunk_tokens is not None:
             chunk = min(chunk, chunk_tokens)
