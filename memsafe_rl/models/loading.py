@@ -32,7 +32,7 @@ from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
-from memsafe_rl.models.vision.processors import reads_images, share_tower
+from memsafe_rl.models.vision.processors import freeze_tower, reads_images, share_tower
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def _from_name(
     except (OSError, ValueError, TypeError, ImportError) as error:
         raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
     if reads_images(config):
-        model.base_model.visual.requires_grad_(False)
+        freeze_tower(model)
         if not frozen:
             logger.warning("The image tower of %s stays frozen: only its language model is trained.", name)
     places = getattr(model, "hf_device_map", None) or {}

@@ -48,6 +48,11 @@ def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote
     return processing_class if given or not reads_images(config) else _loaded(name, trust_remote_code, places)
 
 
+def freeze_tower(lm: Any) -> None:
+    """Freezes the image tower of a network that is loaded by name."""
+    lm.base_model.visual.requires_grad_(False)
+
+
 def share_tower(lm: Any, reference: Any) -> None:
     """Has a reference hold the frozen tower of the network that is trained, in place of one that nobody runs."""
     if reference is not None and reads_images(getattr(lm, "config", None)):
