@@ -27,6 +27,9 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     head_dim = int(_first(config, "head_dim", default=hidden // heads))
     if slot_bytes not in (None, 2 * width * kv_heads * head_dim * len(windows)):
         kv_heads, head_dim = 1, -(-slot_bytes // (2 * width * len(windows)))  # a measured cache of another size
+    encoded, encoder_layers = lm.config.is_encoder_decoder, 0
+    if encoded and any(weight.requires_grad for weight in lm.get_encoder().parameters()):
+        encoder_layers = int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
     inner = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff")
     return ModelGeometry(
         layers=len(windows),
@@ -43,16 +46,9 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         compute_bytes=autocast_bytes(next(lm.parameters()).device) or width,
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
-        encoder_layers=_encoder_layers(lm),
-        source_bytes=2 * width * kv_heads * head_dim * len(windows) if lm.config.is_encoder_decoder else None,
+        encoder_layers=encoder_layers,
+        source_bytes=2 * width * kv_heads * head_dim * len(windows) if encoded else None,
     )
-
-
-def _encoder_layers(lm: Any) -> int:
-    """Counts the blocks of an encoder that learns."""
-    if not lm.config.is_encoder_decoder or not any(weight.requires_grad for weight in lm.get_encoder().parameters()):
-        return 0
-    return int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
 
 
 def decoder_config(lm: Any) -> Any:

@@ -301,8 +301,16 @@ def _write_scores(
     dtype = recipe.product_dtype
     hidden_ND = hidden_ND.to(dtype)
     if recipe.fixed_tiles:
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-        _write_tiled_scores(scores_NV, hidden_ND, weight_VD.to(dtype), bias_V, recipe)
+        # In the steps in which a model makes its logits and a draw divides them, a few rows at a time.
+        weight_VD, bias_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        for part in _cuts(len(hidden_ND), TILE_ROWS):
+            target_NV = scores_NV[part].copy_(tiled_linear(hidden_ND[part], weight_VD, bias_V))
+            if recipe.scale != 1.0 or recipe.soft_cap is not None:
+                target_NV.mul_(recipe.scale)
+            if recipe.soft_cap is not None:
+                target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
+            if recipe.temperature != 1.0:
+                target_NV.div_(recipe.temperature)
         return
     for block in _cuts(len(weight_VD), _head_rows(weight_VD, recipe)):
         target = scores_NV[:, block] if scores_NV.dtype == dtype else None
@@ -314,20 +322,6 @@ def _write_scores(
         if target is None:
             scores_NV[:, block] = written
     recipe.squash_(scores_NV)
-
-
-def _write_tiled_scores(
-    scores_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, recipe: _Recipe
-) -> None:
-    """Fills a tile in the steps in which a model makes its logits and a draw divides them, a few rows at a time."""
-    for part in _cuts(len(hidden_ND), TILE_ROWS):
-        target_NV = scores_NV[part].copy_(tiled_linear(hidden_ND[part], weight_VD, bias_V))
-        if recipe.scale != 1.0 or recipe.soft_cap is not None:
-            target_NV.mul_(recipe.scale)
-        if recipe.soft_cap is not None:
-            target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
-        if recipe.temperature != 1.0:
-            target_NV.div_(recipe.temperature)
 
 
 def _exact_scores(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor | None, Tensor | None]:

@@ -91,8 +91,8 @@ class LinearScheduler(ABC):
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            if hasattr(self, name):
-                _check(name, getattr(self, name), allowed)
+            if getattr(self, name, allowed[0]) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Set it to one of {', '.join(allowed)}.")
         for name in ("eta", "noise_level"):
             if hasattr(self, name) and not _is_positive(getattr(self, name)):
                 raise ConfigError(
@@ -271,7 +271,6 @@ class DiffusersScheduler(LinearScheduler):
     noise_shape: str = "rising"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         scheduler, config = self.scheduler, self.scheduler.config
         for name in ("clip_sample", "thresholding"):
             if getattr(config, name, False):
@@ -285,12 +284,13 @@ class DiffusersScheduler(LinearScheduler):
                 "scheduler's variance. Use 'fixed_small'."
             )
         if hasattr(scheduler, "alphas_cumprod"):
-            _check("prediction_type", config.prediction_type, PREDICTIONS)
+            self.prediction_type = config.prediction_type
         elif not hasattr(scheduler, "sigmas"):
             raise ConfigError(
                 f"{type(scheduler).__name__} has neither alphas_cumprod nor sigmas. Use a DDIM, DDPM or flow-matching "
                 "scheduler, or write a class with timesteps, stds, set_timesteps and mean."
             )
+        super().__post_init__()
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Has the object lay the steps out, and reads them; refuses sigmas that do not lead from 1 to 0."""
@@ -300,8 +300,7 @@ class DiffusersScheduler(LinearScheduler):
         if hasattr(inner, "alphas_cumprod"):
             alphas = [float(alpha) for alpha in inner.alphas_cumprod.cpu().double()[timesteps.long()]]
             final = float(getattr(inner, "final_alpha_cumprod", 1.0))
-            kind = inner.config.prediction_type
-            pairs = pairwise([*alphas, final])
+            pairs, kind = pairwise([*alphas, final]), self.prediction_type
             self._lay_out(timesteps, [diffusion_step(alpha, after, self.eta, kind) for alpha, after in pairs])
             return
         times = [float(sigma) for sigma in inner.sigmas]
@@ -400,11 +399,6 @@ def _visited(count: int, steps: int, spacing: str, offset: int) -> list[int]:
     else:
         chosen = [round(step * (count - 1) / max(1, steps - 1)) for step in range(steps)]
     return [min(timestep, count - 1) for timestep in reversed(chosen)]
-
-
-def _check(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}. Set it to one of {', '.join(allowed)}.")
 
 
 def _is_positive(value: Any) -> bool:

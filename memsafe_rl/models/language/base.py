@@ -87,6 +87,8 @@ def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concaten
 class LanguageAdapter(ModelAdapter, ABC):
     """A network of transformers that draws tokens one after another; its kind says how it reads them."""
 
+    _cross_layers: int = 0
+
     def __init__(
         self,
         model: nn.Module,
@@ -95,8 +97,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         pad_token_id: int,
         routes: Sequence[Route],
         joins: bool,
-        cross_layers: int = 0,
-        start_token_id: int | None = None,
         reference_model: nn.Module | None,
         **options: Any,
     ) -> None:
@@ -118,8 +118,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         self.reference_adapter: Self | None = None
         if reference_model is not None:
             self.reference_adapter = cast(Any, type(self))(reference_model, pad_token_id=pad_token_id, **options)
-        self.start_token_id = start_token_id
-        self._cross_layers = cross_layers
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}

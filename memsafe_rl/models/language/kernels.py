@@ -12,7 +12,6 @@ Axes: ``S`` segments, ``H`` query heads, ``K`` key/value heads, ``W`` queries, `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
@@ -78,7 +77,9 @@ class Target(NamedTuple):
 
 def target_of(tensor: Tensor) -> Target:
     """Gives the device that a tensor is on or stands for."""
-    return Target("cuda", _capability(tensor.device)) if tensor.is_cuda else Target(device_type_of(tensor))
+    if tensor.is_cuda:
+        return Target("cuda", torch.cuda.get_device_capability(tensor.device))
+    return Target(device_type_of(tensor))
 
 
 class Part(NamedTuple):
@@ -341,11 +342,6 @@ def _narrowed(part: Part, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
     dq, dk, dv, *_ = found
     head, value = part.query.shape[-1], part.value.shape[-1]
     return dq[..., :head], dk[..., :head], dv[..., :value]
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 _CALLS = {

@@ -72,20 +72,9 @@ class Run:
 class Shared:
     """A prompt that several completions see."""
 
-    prompt: int  # first token of the prompt
-    prompt_tokens: int  # its tokens
+    prompt: slice  # tokens of the prompt
     first: int  # first token of the first completion; the others follow end to end
     tails: tuple[int, ...]  # tokens of each completion that are read (its last one predicts nothing)
-
-    @property
-    def prompt_span(self) -> slice:
-        """Tokens of the prompt."""
-        return slice(self.prompt, self.prompt + self.prompt_tokens)
-
-    @property
-    def tail_span(self) -> slice:
-        """Tokens of all its completions."""
-        return slice(self.first, self.first + sum(self.tails))
 
 
 @dataclass(frozen=True)
@@ -145,7 +134,7 @@ def pack_rows(
         for row in members:
             first_own[row] = add(tails[row], length)
         lengths = tuple(len(tails[row]) for row in members)
-        shared.append(Shared(ends[condition] - length, length, first_own[members[0]], lengths))
+        shared.append(Shared(slice(ends[condition] - length, ends[condition]), first_own[members[0]], lengths))
     predicting = [
         _predicting(ends[trajectory.condition_of_row[row]] - 1, first_own[row], len(actions[row])) for row in rows
     ]
@@ -350,7 +339,7 @@ def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
     for shared in layout.shared:
         start = shared.first
         for tail in shared.tails:
-            behind[start] = shared.prompt_span
+            behind[start] = shared.prompt
             start += tail
     for start, length in layout.segments:
         if length:
@@ -384,10 +373,10 @@ def _prompt_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> It
     All their tokens are one segment of queries, unless a window hides some of the prompt from them: then each
     completion has a part of its own, of the tokens and the keys that it does not hide altogether.
     """
-    prompt, tokens, window = shared.prompt_span, shared.prompt_tokens, call.window
+    prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
     spans: list[tuple[slice, slice, int | None]] = []
     if window is None or window >= tokens + max(shared.tails):
-        spans.append((shared.tail_span, prompt, None))
+        spans.append((slice(shared.first, shared.first + sum(shared.tails)), prompt, None))
     else:
         start = shared.first
         for tail in shared.tails:

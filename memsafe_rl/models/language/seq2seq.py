@@ -88,13 +88,11 @@ class Seq2SeqAdapter(LanguageAdapter):
             pad_token_id=pad_token_id,
             routes=(Route.MASKED,),
             joins=True,
-            cross_layers=len(windows),
-            start_token_id=start_token_of(lm),
             reference_model=reference_model,
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._biased = biased_modules(lm.get_decoder())
-        self._windows = windows
+        self._windows, self._cross_layers, self.start_token_id = windows, len(windows), start_token_of(lm)
         obstacle = "its positions are read from a table" if hasattr(lm.get_decoder(), "embed_positions") else None
         obstacle = "its layers have biases of their own" if len(self._biased) > 1 else obstacle
         self._step = Compiled(lm.get_decoder().forward, type(lm).__name__, obstacle)
