@@ -83,9 +83,6 @@ class HostWeights:
     While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
     Which comes next is what came next the last time, forward and backward apart, and at first their order. After
     `release`, whoever reads or writes a parameter that is away has its copy on the host.
-
-    Args:
-        blocks: the network's blocks, in the order in which they run.
     """
 
     @staticmethod
