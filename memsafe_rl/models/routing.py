@@ -53,14 +53,17 @@ class Routers:
         def hook(module: nn.Module, _inputs: Any, output: Any) -> None:
             logits_NE = output[self._places[module]].flatten(0, -2)
             probabilities_NE = torch.softmax(logits_NE, -1, dtype=torch.promote_types(logits_NE.dtype, torch.float32))
-            ends_B1 = torch.tensor(self.row_lengths, device=logits_NE.device)[:, None]
-            slots_L = torch.arange(len(logits_NE) // len(ends_B1), device=logits_NE.device)
-            hear(probabilities_NE, (slots_L < ends_B1).flatten()[:, None].to(probabilities_NE.dtype))
+            hear(probabilities_NE, self._mask(probabilities_NE))
 
         with ExitStack() as stack:
             for module in self._places:
                 stack.callback(module.register_forward_hook(hook).remove)
             yield
+
+    def _mask(self, like_NE: Tensor) -> Tensor:
+        ends_B1 = torch.tensor(self.row_lengths, device=like_NE.device)[:, None]
+        slots_L = torch.arange(len(like_NE) // len(ends_B1), device=like_NE.device)
+        return (slots_L < ends_B1).flatten()[:, None].to(like_NE.dtype)
 
     @contextmanager
     def counting(self) -> Iterator[list[Tensor]]:

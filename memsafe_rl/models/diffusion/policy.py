@@ -200,12 +200,8 @@ class DiffusionPolicy(nn.Module):
             return _answer(denoiser, x, timesteps, condition)
         null = self._null(condition)
         if self.guidance_gradient or not torch.is_grad_enabled():
-            doubled = Condition(
-                torch.cat([condition.embedding_MLD, null.embedding_MLD]),
-                torch.cat([condition.mask_ML, null.mask_ML]),
-                None if condition.elements is None else torch.cat([condition.elements] * 2),
-            )
-            both = _answer(denoiser, torch.cat([x, x]), torch.cat([timesteps, timesteps]), doubled)
+            twice = torch.cat([timesteps, timesteps])
+            both = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null))
             prompted, free = both.chunk(2)
         else:
             with torch.no_grad():
@@ -406,3 +402,12 @@ def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condit
             "output.sample or output[0]."
         )
     return output
+
+
+def _joined(first: Condition, second: Condition) -> Condition:
+    """Lays conditions of the same states one behind the other."""
+    return Condition(
+        torch.cat([first.embedding_MLD, second.embedding_MLD]),
+        torch.cat([first.mask_ML, second.mask_ML]),
+        None if first.elements is None else torch.cat([first.elements, first.elements]),
+    )

@@ -111,15 +111,8 @@ class CausalLMAdapter(LanguageAdapter):
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
             self.routers.row_lengths = row_lengths
-        inputs = self.inputs(self.lm, ids_BL)
-        if self.path.route is Route.LEAN:
-            with self._attending_alone(ids_BL):
-                cache = Cache(layer_class_to_replicate=_TransitLayer)
-                output = self.lm.base_model(**inputs, past_key_values=cache, use_cache=False)
-        else:
-            mask_BL = padding_mask(row_lengths, ids_BL.shape[1], ids_BL.device)
-            output = self.lm.base_model(**inputs, attention_mask=mask_BL, use_cache=False)
-        return predicting_states(output[0], [prompt - 1 for prompt in prompts], lengths)
+        hidden_BLD = self._trunk(ids_BL, row_lengths)
+        return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     @torch.no_grad()
     @in_its_numerics
@@ -176,6 +169,16 @@ class CausalLMAdapter(LanguageAdapter):
             width = cast(PaddedState, state).width
         if not any(window is not None and window <= width for window in self.geometry.windows):
             self.slot_bytes = state.nbytes() // (state.rows * width)
+
+    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
+        inputs, run = self.inputs(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
+        if self.path.route is Route.LEAN:
+            with self._attending_alone(ids_BL):
+                output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
+        else:
+            output = run(**inputs, attention_mask=padding_mask(lengths, ids_BL.shape[1], ids_BL.device))
+        return cast(Tensor, output[0])
 
     def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
         """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
