@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.decoding.by_transformers import Choose
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.routing import Routers
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
+
+Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Takes logits (B, V) float32 of the next token; gives tokens (B,) int64, and (B,) bool, whether a row ends there."""
 
 
 class DecodeState(Protocol):
@@ -32,21 +35,9 @@ class DecodeState(Protocol):
     def nbytes(self) -> int:
         """Bytes of the cache."""
 
-    def prompt_bytes(self) -> int:
-        """Bytes of the prompts that are kept once for all their rows; 0 where each row has its own."""
-        return 0
-
     def prompt_blocks(self) -> list[PromptBlock]:
-        """The blocks that hold these prompts, each once."""
+        """The blocks that hold these prompts, each once; they know whether rows may still begin at them."""
         return []
-
-    def keep_whole(self, whole: bool) -> None:  # noqa: ARG002
-        """Says whether rows may still begin at the prompts, so none of them may be freed.
-
-        Args:
-            whole: whether they may.
-        """
-        return
 
     def select(self, rows: Sequence[int]) -> Self:
         """Keeps, drops, repeats or reorders rows.
@@ -90,6 +81,7 @@ class ScoringAdapter(Protocol):
             reference are stored (Gaussian steps of a chain: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
         routers: those of a mixture of experts whose balance is part of the loss; None without.
+        host_weights: the blocks whose frozen weights can wait on the host, as ``geometry.frozen_block_bytes`` says.
     """
 
     model: nn.Module
@@ -97,6 +89,7 @@ class ScoringAdapter(Protocol):
     closed_form_kl: bool = False
     packs_prompts: bool = False
     routers: Routers | None = None
+    host_weights: HostWeights = HostWeights(())
 
     def balance_experts(self, coef: float) -> None:  # noqa: ARG002
         """Has updates add the balance loss of a mixture of experts.
@@ -124,27 +117,6 @@ class ScoringAdapter(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the network computes."""
-
-    @property
-    def resident_blocks(self) -> int | None:
-        """Blocks whose frozen weights are on the device; None for all."""
-        return None
-
-    def place_weights(self, resident: int | None) -> None:
-        """Leaves the frozen weights of so many blocks on the device; those of the others come while their block runs.
-
-        Args:
-            resident: how many; None for all. As ``geometry.frozen_block_bytes`` says, there may be none that can go.
-        """
-        del resident
-
-    def settle_weights_on_host(self) -> None:
-        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
-        return
-
-    def release_weights(self) -> None:
-        """Takes frozen weights from the device that are there only because their block ran last."""
-        return
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -293,6 +265,13 @@ class ModelAdapter(ScoringAdapter, Protocol):
         Raises:
             ConfigError: they cannot be, as `kv_retention` says.
         """
+        if wanted and not self.kv_retention:
+            raise ConfigError(
+                f"cache_implementation='quantized', but {type(self.model).__name__} is decoded without a cache, or "
+                "with transformers' own cache (the log says why), which is kept as it is. Leave cache_implementation "
+                "out."
+            )
+        self.in_8_bits = wanted
 
     @property
     def value_inputs(self) -> tuple[int, torch.dtype] | None:
@@ -366,7 +345,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
     def decode_plainly(
         self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
     ) -> None:
-        """Has transformers' `generate` decode rows of one length; see `memsafe_rl.models.decoding.by_transformers`.
+        """Decodes rows of one length, until all have ended, where this library's loop does not decode them.
 
         Args:
             ids_BL: (B, L) int64, prompts and what was drawn after them.
@@ -375,14 +354,6 @@ class ModelAdapter(ScoringAdapter, Protocol):
             max_new_tokens: most tokens drawn now.
             cached: whether it keeps a cache.
         """
-
-    def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names the PEFT adapters that take part in a forward pass now; only where `kv_retention`."""
-        return ()
-
-    def weights_mark(self) -> int:
-        """Gives a number that differs once a weight was written to, or replaced; only where `kv_retention`."""
-        return 0
 
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False

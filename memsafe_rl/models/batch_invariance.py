@@ -74,7 +74,4 @@ def computed_again() -> Callable[[], Contexts]:
         with batch_invariant(configs), attending()[1]:
             yield
 
-    def contexts() -> Contexts:
-        return nullcontext(), again()
-
-    return contexts
+    return lambda: (nullcontext(), again())

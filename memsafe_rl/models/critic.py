@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,37 +50,31 @@ class ValueLayer(nn.Module):
             return hidden_MD.to(self.weight.dtype) @ self.weight + self.bias
 
 
+@dataclass(eq=False)
 class Critic:
-    """What a trainer knows of a critic."""
+    """What a trainer knows of a critic: a head on a network."""
 
-    def __init__(
-        self,
-        head: nn.Module,
-        network: ScoringAdapter,
-        *,
-        is_own: bool = False,
-        peft_adapter: str | None = None,
-        shares_forward: bool = False,
-        judged_columns: tuple[int, ...] | None = None,
-    ) -> None:
-        """Puts a head on a network: one of its own, or the model, perhaps under another PEFT adapter.
+    head: nn.Module  # gives a value of each hidden state
+    network: ScoringAdapter  # whose hidden states these are: the critic's own, or the model
+    is_own: bool = False  # whether the network is the critic's own
+    peft_adapter: str | None = None  # the one under which the model gives them; None for those of the model itself
+    shares_forward: bool = False  # whether they come from the forward that gives log-probs
+    judged_columns: tuple[int, ...] | None = None  # columns that it values; None for those that count in the loss
 
-        It values some columns of any rollout; where none are named, those that count in the loss.
-        """
-        self.head, self.network = head, network
-        self.shares_forward, self.judged_columns = shares_forward, judged_columns
-        self.beside = nn.ModuleDict({"trunk": network.model, "head": head}) if is_own else head
-        self._is_own, self._peft_adapter = is_own, peft_adapter
+    @cached_property
+    def beside(self) -> nn.Module:
+        """The modules that are no part of the model."""
+        return nn.ModuleDict({"trunk": self.network.model, "head": self.head}) if self.is_own else self.head
 
     @property
     def own_geometry(self) -> ModelGeometry | None:
         """Sizes of a network of its own; None where it reads with the model's."""
-        return self.network.geometry if self._is_own else None
+        return self.network.geometry if self.is_own else None
 
     @contextmanager
     def running(self) -> Iterator[ScoringAdapter]:
         """Gives the network whose hidden states the head reads; what PEFT changes is as before afterwards."""
-        if self._peft_adapter is None:
+        if self.peft_adapter is None:
             yield self.network
             return
         model: Any = self.network.model
@@ -86,16 +82,16 @@ class Critic:
         with kept_trainable(model):
             try:
                 with kept_trainable(model):
-                    model.set_adapter(self._peft_adapter)
+                    model.set_adapter(self.peft_adapter)
                 yield self.network
             finally:
                 model.set_adapter(active)
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         """Names the weights that a checkpoint of the model leaves out, but for the head's."""
-        if self._peft_adapter is not None:
-            return adapter_weights(self.network.model, self._peft_adapter)
-        named = self.network.model.named_parameters() if self._is_own else ()
+        if self.peft_adapter is not None:
+            return adapter_weights(self.network.model, self.peft_adapter)
+        named = self.network.model.named_parameters() if self.is_own else ()
         return {name: weight for name, weight in named if weight.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:

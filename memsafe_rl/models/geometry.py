@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from memsafe_rl.accounting import autocast_bytes
+from memsafe_rl.accounting import autocast_bytes, weights_of
+from memsafe_rl.models.module_state import tensor_place
 from memsafe_rl.types import ModelGeometry
 
 
@@ -21,8 +21,15 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     hidden = int(config.hidden_size)
     windows = cache_windows(own)
     head = lm.get_output_embeddings()
-    width = _element_bytes(lm)
-    kv_heads, head_dim = _cached_heads(config, windows, width, slot_bytes)
+    # that of an element between layers: the embedding's, which is not quantised
+    width = next((weight.element_size() for weight in lm.parameters() if weight.is_floating_point()), 4)
+    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
+    head_dim = int(_first(config, "head_dim", default=hidden // heads))
+    if slot_bytes not in (None, 2 * width * kv_heads * head_dim * len(windows)):
+        kv_heads, head_dim = 1, -(-slot_bytes // (2 * width * len(windows)))  # a measured cache of another size
+    encoded, encoder_layers = lm.config.is_encoder_decoder, 0
+    if encoded and any(weight.requires_grad for weight in lm.get_encoder().parameters()):
+        encoder_layers = int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
     inner = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff")
     return ModelGeometry(
         layers=len(windows),
@@ -39,16 +46,9 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         compute_bytes=autocast_bytes(next(lm.parameters()).device) or width,
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
-        encoder_layers=_encoder_layers(lm),
-        source_bytes=2 * width * kv_heads * head_dim * len(windows) if lm.config.is_encoder_decoder else None,
+        encoder_layers=encoder_layers,
+        source_bytes=2 * width * kv_heads * head_dim * len(windows) if encoded else None,
     )
-
-
-def _encoder_layers(lm: Any) -> int:
-    """Counts the blocks of an encoder that learns."""
-    if not lm.config.is_encoder_decoder or not any(weight.requires_grad for weight in lm.get_encoder().parameters()):
-        return 0
-    return int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
 
 
 def decoder_config(lm: Any) -> Any:
@@ -67,27 +67,20 @@ def cache_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
 
 
+def layer_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Gives each layer's window, if all layers are plain or windowed attention."""
+    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
+
+
+def is_trimmable(cache: Any) -> bool:
+    """Tells whether slots can be cut off the front of a cache."""
+    plain = (DynamicLayer, DynamicSlidingWindowLayer)
+    return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
+
+
 def weight_bytes(*modules: nn.Module) -> int:
     """Counts the bytes of all weights and buffers, each once, with the state of bitsandbytes' quantised weights."""
-    tensors: dict[int, Tensor] = {}
-    for module in modules:
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensors[id(tensor)] = tensor
-            tensors.update({id(part): part for part in _quantisation_state(tensor)})
-        for part in (getattr(getattr(layer, "state", None), "SCB", None) for layer in module.modules()):
-            if isinstance(part, Tensor):  # where an 8-bit layer moves its scales in its first forward
-                tensors[id(part)] = part
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _cached_heads(config: Any, windows: tuple[int | None, ...], width: int, slot_bytes: int | None) -> tuple[int, int]:
-    """Gives key/value heads and their width; as one head where a measured cache is of another size."""
-    heads = int(_first(config, "num_attention_heads", default=1))
-    kv_heads = int(_first(config, "num_key_value_heads", "num_kv_heads", default=heads))
-    head_dim = int(_first(config, "head_dim", default=config.hidden_size // heads))
-    if slot_bytes in (None, 2 * width * kv_heads * head_dim * len(windows)):
-        return kv_heads, head_dim
-    return 1, -(-slot_bytes // (2 * width * len(windows)))
+    return sum({tensor_place(weight): weight.nbytes for weight in weights_of(*modules)}.values())
 
 
 def _window(layer: Any) -> int | None:
@@ -104,20 +97,3 @@ def _first(source: Any, *names: str, default: Any) -> Any:
         if value is not None:
             return value
     return default
-
-
-def _element_bytes(lm: nn.Module) -> int:
-    """Width of an element between layers: that of the embedding, which is not quantised."""
-    weights = [weight for weight in lm.parameters() if weight.is_floating_point()]
-    return weights[0].element_size() if weights else 4
-
-
-def _quantisation_state(weight: Tensor) -> Iterator[Tensor]:
-    """Gives the tensors bitsandbytes keeps beside a weight: neither parameters nor buffers."""
-    scales = getattr(weight, "SCB", None)
-    if isinstance(scales, Tensor):
-        yield scales
-    state = getattr(weight, "quant_state", None)
-    while state is not None:
-        yield from (part for part in (state.absmax, state.code, state.offset) if isinstance(part, Tensor))
-        state = getattr(state, "state2", None)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial, update_wrapper
+from functools import cache, update_wrapper
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, local_part, weights_of
 from memsafe_rl.models.blocks import blocks_of
+from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.types import Component, blocks_on_host
 
 _LEAST_BYTES = 4096
@@ -66,15 +69,12 @@ class _Bringing:
         result = self._forward(*args, **kwargs)
         for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, self._index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._host.bring(self._index))  # type: ignore[no-untyped-call]
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Gives the plain forward of the block's copy, whose weights are all where they were read."""
         return copy.deepcopy(self._forward, memo)
-
-    def _before_backward(self, index: int, _: Tensor) -> None:
-        self._host.bring(index)
 
 
 class HostWeights:
@@ -83,9 +83,6 @@ class HostWeights:
     While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
     Which comes next is what came next the last time, forward and backward apart, and at first their order. After
     `release`, whoever reads or writes a parameter that is away has its copy on the host.
-
-    Args:
-        blocks: the network's blocks, in the order in which they run.
     """
 
     @staticmethod
@@ -114,9 +111,9 @@ class HostWeights:
         return tuple(streamed.nbytes for streamed in self._blocks)
 
     @property
-    def resident(self) -> int:
-        """Blocks whose weights stay on the device."""
-        return len(self._blocks) - len(self._away)
+    def resident(self) -> int | None:
+        """Blocks whose weights stay on the device; None where there are none that could leave it."""
+        return len(self._blocks) - len(self._away) if self._blocks else None
 
     def place(self, resident: int | None, device: torch.device | None = None) -> None:
         """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
@@ -134,7 +131,10 @@ class HostWeights:
         returned: list[int] = []
         try:
             for index in sorted(self._away - away):
-                self._return(index)
+                self._fill(index, wait=True)
+                del self._here[index]
+                self._away -= {index}
+                del vars(self._blocks[index].block)["forward"]
                 returned.append(index)
         except BaseException:
             for index in returned:
@@ -176,12 +176,6 @@ class HostWeights:
         vars(streamed.block)["forward"] = _Bringing(self, index, streamed.block.forward)
         streamed.read_from(host=True)
         self._empty(index)
-
-    def _return(self, index: int) -> None:
-        self._fill(index, wait=True)
-        del self._here[index]
-        self._away -= {index}
-        del vars(self._blocks[index].block)["forward"]
 
     def bring(self, index: int) -> None:
         """Has a block's weights on the device, the next one's on their way, and no others."""
@@ -242,9 +236,8 @@ _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDicti
 
 def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
     """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room."""
-    size = sum({weight.untyped_storage()._cdata: weight.nbytes for weight in weights_of(network)}.values())
     weights = HostWeights.of(network)
-    stay = room_bytes is not None and size > room_bytes and any(weights.block_bytes)
+    stay = room_bytes is not None and weight_bytes(network) > room_bytes and any(weights.block_bytes)
     if stay:
         weights.place(0, device)
     if any(tensor.device != device for tensor in (*network.parameters(), *network.buffers())):
@@ -268,21 +261,16 @@ def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:
     return arrived
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _host_copies(frozen: Sequence[Tensor], before: Sequence[Tensor], device: torch.device | None) -> list[Tensor]:
     """Copies weights to the host, into earlier copies that fit."""
-    made = dict(enumerate(before))
     copies = []
-    for place, weight in enumerate(frozen):
-        there, pinned = made.get(place), (device or weight.device).type == "cuda"
+    for weight, there in zip_longest(frozen, before[: len(frozen)]):
+        pinned = (device or weight.device).type == "cuda"
         if there is None or (there.shape, there.dtype, there.device.type) != (weight.shape, weight.dtype, "cpu"):
             there = torch.empty_like(weight, device="cpu", pin_memory=pinned)
         copies.append(there.copy_(weight))
@@ -307,13 +295,8 @@ def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Ten
 
 def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:
     """Finds storages that more than one block holds, which cannot come and go with one."""
-    seen: set[int] = set()
-    twice: set[int] = set()
-    for block in blocks:
-        own = {weight.untyped_storage()._cdata for weight in block.parameters()}
-        twice |= own & seen
-        seen |= own
-    return twice
+    held = Counter(chain(*({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)))
+    return {storage for storage, holders in held.items() if holders > 1}
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:

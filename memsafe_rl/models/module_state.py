@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
@@ -118,6 +119,21 @@ def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
             model.set_adapter(active)
 
 
+def peft_adapters_on(model: nn.Module) -> tuple[str, ...]:
+    """Names the PEFT adapters that take part in a forward pass now."""
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            return () if module.disable_adapters else tuple(module.active_adapters)
+    return ()
+
+
+def weights_mark(model: nn.Module) -> int:
+    """Gives a number that differs once a weight was written to, or replaced."""
+    weights = list(model.parameters())
+    versions = [-1 if weight.is_inference() else weight._version for weight in weights]
+    return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling a module does more than its class's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
@@ -157,16 +173,18 @@ def attention_configs(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found.values())
 
 
-def keep_eager_masks_finite() -> None:
-    """Bounds the masks of transformers' eager attention by float32's lowest number, for every network of this process.
+def mend_attention() -> None:
+    """Mends transformers' eager and sdpa attention, for every network of this process."""
+    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _finite_eager_mask)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention_with_dense_bias)
+
+
+def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Bounds the masks of eager attention by float32's lowest number.
 
     Most networks take the softmax of eager attention in float32. There, float64's lowest number is -inf: padding that
     sees nothing, such as padding under a window, becomes NaN, and from the next layer on so does its whole row.
     """
-    ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _finite_eager_mask)
-
-
-def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     mask: Tensor | None = eager_mask(*args, **kwargs)
     if mask is None or mask.dtype is not torch.float64:
         return mask
@@ -184,17 +202,13 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
         yield
 
 
-def lay_single_biases_densely() -> None:
-    """Has a position bias of one query and one key lie densely, for every network of this process.
+def _attention_with_dense_bias(*args: Any, **kwargs: Any) -> Any:
+    """Has a position bias of one query and one key lie densely.
 
     T5 makes its bias with heads innermost. Of one query and one key that passes for channels-last; PyTorch then pads it
     for CUDA's efficient attention with heads innermost too, and the kernel refuses it: "last dimension must be
     contiguous".
     """
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention_with_dense_bias)
-
-
-def _attention_with_dense_bias(*args: Any, **kwargs: Any) -> Any:
     bias = kwargs.get("position_bias")
     if bias is not None and bias.shape[-2:] == (1, 1):
         kwargs["position_bias"] = bias.clone(memory_format=torch.contiguous_format)

@@ -44,11 +44,7 @@ class Routers:
         self.coef = coef
         self.experts = int(lm.num_experts)
         self._chosen = int(lm.num_experts_per_tok)
-        self._ends: list[int] = []
-
-    def lay_out(self, lengths: Sequence[int]) -> None:
-        """Notes the tokens of each row that the network reads next, padded on the right."""
-        self._ends = list(lengths)
+        self.row_lengths: Sequence[int] = ()  # of the rows that the network reads next, padded on the right
 
     @contextmanager
     def heard(self, hear: Hearer) -> Iterator[None]:
@@ -65,9 +61,9 @@ class Routers:
             yield
 
     def _mask(self, like_NE: Tensor) -> Tensor:
-        width = like_NE.shape[0] // len(self._ends)
-        ends_B1 = torch.tensor(self._ends, device=like_NE.device)[:, None]
-        return (torch.arange(width, device=like_NE.device) < ends_B1).flatten()[:, None].to(like_NE.dtype)
+        ends_B1 = torch.tensor(self.row_lengths, device=like_NE.device)[:, None]
+        slots_L = torch.arange(len(like_NE) // len(ends_B1), device=like_NE.device)
+        return (slots_L < ends_B1).flatten()[:, None].to(like_NE.dtype)
 
     @contextmanager
     def counting(self) -> Iterator[list[Tensor]]:

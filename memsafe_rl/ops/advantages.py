@@ -56,10 +56,17 @@ register_advantage_estimator = ESTIMATORS.add
 """Makes an estimator known by name, for run files and settings read back."""
 
 
-def group_advantages(
-    rewards_BF: Tensor, weights_F: Tensor, group_size: int, scale_rewards: str, aggregation: str
+def estimated_advantages(
+    rewards_BF: Tensor,
+    weights_F: Tensor,
+    group_size: int,
+    *,
+    estimator: str = "group",
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+    lengths_B: Tensor | None = None,
 ) -> AdvantageResult:
-    """Compares each row with its group.
+    """Judges every row by the estimator of a name; "group" compares it with its group.
 
     ``sum_then_normalize``: ``A = (r - mean_group r) / (std r + 1e-4)``, r the weighted sum of a row's rewards; std over
     the group (GRPO, arXiv:2402.03300, section 4.1.2), over the batch (arXiv:2508.08221), or no division (Dr. GRPO,
@@ -73,37 +80,7 @@ def group_advantages(
         rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
         weights_F: (F,).
         group_size: rows G of a group; B is a multiple of it.
-        scale_rewards: "group", "batch" or "none"; what divides in ``sum_then_normalize``.
-        aggregation: "sum_then_normalize" or "normalize_then_sum".
-
-    Returns:
-        Advantages, rewards, deviations (NaN where fewer than two scores gave one; 0 for groups of one) and which rows
-        have no score.
-
-    Raises:
-        ConfigError: If ``scale_rewards`` or ``aggregation`` is unknown.
-        DataError: If B is not a multiple of ``group_size``.
-    """
-    return estimated_advantages(rewards_BF, weights_F, group_size, scale_rewards=scale_rewards, aggregation=aggregation)
-
-
-def estimated_advantages(
-    rewards_BF: Tensor,
-    weights_F: Tensor,
-    group_size: int,
-    *,
-    estimator: str = "group",
-    scale_rewards: str = "group",
-    aggregation: str = "sum_then_normalize",
-    lengths_B: Tensor | None = None,
-) -> AdvantageResult:
-    """Judges every row by the estimator of a name.
-
-    Args:
-        rewards_BF: (B, F), groups one after the other; NaN where a function gave None.
-        weights_F: (F,).
-        group_size: rows G of a group; B is a multiple of it.
-        estimator: a key of `ESTIMATORS`; "group" is `group_advantages`.
+        estimator: a key of `ESTIMATORS`.
         scale_rewards: "group", "batch" or "none", what divides in ``sum_then_normalize``; for "group" alone.
         aggregation: "sum_then_normalize" or "normalize_then_sum", for "group" alone.
         lengths_B: (B,), counted actions of each row, for estimators that weigh by them; None: all the same.
@@ -117,7 +94,13 @@ def estimated_advantages(
             but one number for each row that is finite or NaN.
         DataError: If B is not a multiple of ``group_size``.
     """
-    _check(rewards_BF, group_size, scale_rewards, aggregation)
+    _known("scale_rewards", scale_rewards, SCALES)
+    _known("multi_objective_aggregation", aggregation, AGGREGATIONS)
+    if len(rewards_BF) % group_size:
+        raise DataError(
+            f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
+            "Give every prompt the same number of completions."
+        )
     scores_BF, weights_F = rewards_BF.double(), weights_F.to(rewards_BF.device).double()
     unscored_B = scores_BF.isnan().all(1)
     rewards_B = _weighted_sum(scores_BF, weights_F, unscored_B)
@@ -143,7 +126,7 @@ def estimated_advantages(
 def normalised_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with its group: ``A_i = (r_i - mean r) / (std r + 1e-4)``.
 
-    GRPO (arXiv:2402.03300, section 4.1.2); `group_advantages` has its other scales and aggregations.
+    GRPO (arXiv:2402.03300, section 4.1.2); `estimated_advantages` has its other scales and aggregations.
 
     Args:
         rewards_PG: (P, G), NaN for a row that was not scored.
@@ -172,7 +155,7 @@ def leave_one_out(rewards_PG: Tensor) -> Tensor:
 def centred_in_group(rewards_PG: Tensor) -> Tensor:
     """Compares each row with the mean of its group and divides by nothing: ``A_i = r_i - mean r``.
 
-    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783); `group_advantages` with ``scale_rewards="none"`` is the same.
+    Dr. GRPO (Liu et al. 2025, arXiv:2503.20783); `estimated_advantages` with ``scale_rewards="none"`` is the same.
 
     Args:
         rewards_PG: (P, G), NaN for a row that was not scored.
@@ -308,16 +291,6 @@ def _nanstd(values: Tensor) -> Tensor:
         return values.new_zeros(count.shape)
     squares = _centred(values).square().nansum(-1, keepdim=True)
     return (squares / (count - 1).clamp(min=1)).sqrt().masked_fill(count < 2, math.nan)
-
-
-def _check(rewards_BF: Tensor, group_size: int, scale_rewards: str, aggregation: str) -> None:
-    _known("scale_rewards", scale_rewards, SCALES)
-    _known("multi_objective_aggregation", aggregation, AGGREGATIONS)
-    if len(rewards_BF) % group_size:
-        raise DataError(
-            f"{len(rewards_BF)} rewarded rows cannot be cut into groups of {group_size}. "
-            "Give every prompt the same number of completions."
-        )
 
 
 def _compared(estimator: AdvantageEstimator, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:

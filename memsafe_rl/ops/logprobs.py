@@ -6,8 +6,8 @@ Axes: ``M`` tokens of several rows laid end to end, ``N`` tokens of one tile or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,7 @@ class _LinearScores(torch.autograd.Function):
                 if recipe.keeps_slopes:
                     slopes.add(rows, scores_NV)
         ctx.recipe = recipe
-        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M, slopes.of_hidden)
+        ctx.save_for_backward(hidden_MD, weight_VD, bias_V, tokens_M, log_sums_M, entropies_M, slopes.sums[0])
         return logprobs_M, entropies_M
 
     @staticmethod
@@ -229,8 +229,9 @@ def _function_scores(
         scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
         return scores
 
+    again = (lambda: (nullcontext(), fixed_tiles())) if fixed_tiles_on() else noop_context_fn
     tiles = [
-        checkpoint(score, hidden_ND, tokens_N, use_reentrant=False, context_fn=_again(fixed_tiles_on()))
+        checkpoint(score, hidden_ND, tokens_N, use_reentrant=False, context_fn=again)
         if torch.is_grad_enabled()
         else score(hidden_ND, tokens_N)
         for hidden_ND, tokens_N in zip(torch.split(hidden_MD, tile), torch.split(tokens_M, tile), strict=True)
@@ -239,23 +240,15 @@ def _function_scores(
     return torch.cat(logprobs), torch.cat(entropies) if with_entropy else None
 
 
-def _again(tiled: bool) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-    """Gives what checkpointing needs to compute in a recomputation as in the forward pass now running."""
-    if not tiled:
-        return noop_context_fn
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), fixed_tiles()
-
-    return contexts
-
-
 def _score_part_(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gives what `_summarise_` does, and puts the gradient of log-probs in place of the scores where it is kept."""
     cap_NV = recipe.slope(scores_NV) if recipe.keeps_slopes else None
     summary, chances = _summarise_(scores_NV, tokens_N, recipe.with_entropy)
     if recipe.keeps_slopes:
-        scores_NV.copy_(recipe.unsquash_(_logprob_gradient_(*chances, tokens_N), cap_NV))
+        weights_NV, sums_N = chances
+        gradient_NV, at_N1 = weights_NV.mul_(-1 / sums_N[:, None]), tokens_N[:, None]  # [v = t] - p
+        gradient_NV.scatter_(1, at_N1, gradient_NV.gather(1, at_N1) + 1)
+        scores_NV.copy_(recipe.unsquash_(gradient_NV, cap_NV))
     return summary
 
 
@@ -272,12 +265,6 @@ def _summarise_(
     # nansum, because a token that cannot be drawn gives 0 x -inf; a real NaN still shows through the logarithm.
     entropies_N = logs_N - shifted_NV.mul_(weights_NV).nansum(1) / sums_N if with_entropy else None
     return (taken_N - logs_N, peaks_N1[:, 0] + logs_N, entropies_N), (weights_NV, sums_N)
-
-
-def _logprob_gradient_(weights_NV: Tensor, sums_N: Tensor, tokens_N: Tensor) -> Tensor:
-    """Gives ``[v = t] - p`` from weights and their sums; destroys the weights."""
-    gradient_NV, at_N1 = weights_NV.mul_(-1 / sums_N[:, None]), tokens_N[:, None]
-    return gradient_NV.scatter_(1, at_N1, gradient_NV.gather(1, at_N1) + 1)
 
 
 def _score_gradient_(
@@ -314,38 +301,27 @@ def _write_scores(
     dtype = recipe.product_dtype
     hidden_ND = hidden_ND.to(dtype)
     if recipe.fixed_tiles:
-        bias_V = None if bias_V is None else bias_V.to(dtype)
-        _write_tiled_scores(scores_NV, hidden_ND, weight_VD.to(dtype), bias_V, recipe)
+        # In the steps in which a model makes its logits and a draw divides them, a few rows at a time.
+        weight_VD, bias_V = weight_VD.to(dtype), None if bias_V is None else bias_V.to(dtype)
+        for part in _cuts(len(hidden_ND), TILE_ROWS):
+            target_NV = scores_NV[part].copy_(tiled_linear(hidden_ND[part], weight_VD, bias_V))
+            if recipe.scale != 1.0 or recipe.soft_cap is not None:
+                target_NV.mul_(recipe.scale)
+            if recipe.soft_cap is not None:
+                target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
+            if recipe.temperature != 1.0:
+                target_NV.div_(recipe.temperature)
         return
     for block in _cuts(len(weight_VD), _head_rows(weight_VD, recipe)):
         target = scores_NV[:, block] if scores_NV.dtype == dtype else None
         matrix = weight_VD[block].to(dtype).t()
         if bias_V is None:
-            written = torch.mm(hidden_ND, matrix) if target is None else torch.mm(hidden_ND, matrix, out=target)
+            written = torch.mm(hidden_ND, matrix, out=target)
         else:
-            bias = bias_V[block].to(dtype)
-            written = (
-                torch.addmm(bias, hidden_ND, matrix)
-                if target is None
-                else torch.addmm(bias, hidden_ND, matrix, out=target)
-            )
+            written = torch.addmm(bias_V[block].to(dtype), hidden_ND, matrix, out=target)
         if target is None:
             scores_NV[:, block] = written
     recipe.squash_(scores_NV)
-
-
-def _write_tiled_scores(
-    scores_NV: Tensor, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, recipe: _Recipe
-) -> None:
-    """Fills a tile in the steps in which a model makes its logits and a draw divides them, a few rows at a time."""
-    for part in _cuts(len(hidden_ND), TILE_ROWS):
-        target_NV = scores_NV[part].copy_(tiled_linear(hidden_ND[part], weight_VD, bias_V))
-        if recipe.scale != 1.0 or recipe.soft_cap is not None:
-            target_NV.mul_(recipe.scale)
-        if recipe.soft_cap is not None:
-            target_NV.div_(recipe.soft_cap).tanh_().mul_(recipe.soft_cap)
-        if recipe.temperature != 1.0:
-            target_NV.div_(recipe.temperature)
 
 
 def _exact_scores(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor | None, Tensor | None]:
@@ -369,20 +345,15 @@ class _HeadGradients:
     ) -> None:
         self._inputs = (hidden_MD, weight_VD, bias_V)
         self._recipe = recipe
-        self._sums = tuple(
+        self.sums = tuple(
             _zeros(value, recipe.wide_dtype, component) if wanted and value is not None else None
             for wanted, value, component in zip(needed[:3], self._inputs, _SUMMED, strict=True)
         )
 
-    @property
-    def of_hidden(self) -> Tensor | None:
-        """The sum for the hidden states, as wide as it was added up."""
-        return self._sums[0]
-
     def add(self, rows: slice, gradient_NV: Tensor) -> None:
         """Adds one tile's share, given the gradient with respect to the linear map's output."""
         hidden_MD, weight_VD, _ = self._inputs
-        hidden_sum, weight_sum, bias_sum = self._sums
+        hidden_sum, weight_sum, bias_sum = self.sums
         for block in _cuts(len(weight_VD), _head_rows(weight_VD, self._recipe)):
             part = gradient_NV[:, block]
             if hidden_sum is not None:
@@ -406,7 +377,7 @@ class _HeadGradients:
         """Gives the gradients of hidden states, weight and bias in the types of their owners."""
         return tuple(
             None if total is None or value is None else total.to(value.dtype)
-            for total, value in zip(self._sums, self._inputs, strict=True)
+            for total, value in zip(self.sums, self._inputs, strict=True)
         )
 
 

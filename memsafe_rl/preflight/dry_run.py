@@ -358,7 +358,7 @@ def _try_until_settled(
     setup: TrainingSetup, longest: Longest, memory: SimulatedMemory, evaluation: Drawing | None = None
 ) -> TrainingSetup:
     """Tries what may hold most until the plans are those that a run would make of what it measures."""
-    tracker, resident = setup.memory, setup.adapter.resident_blocks
+    tracker, resident = setup.memory, setup.adapter.host_weights.resident
     tracker.enforce()
     try:
         committer = make_committer(setup, (None, None), setup.planned_steps)
@@ -368,8 +368,9 @@ def _try_until_settled(
         trials = worst_trials(setup, among, grows=grows)
         for _ in range(_MOST_ROUNDS):
             # A run begins with the weights where loading left them, before its first plan sends any to the host.
-            setup.recovery.repeat(Stage.PREPARE, setup.adapter.place_weights, resident)
-            setup.adapter.release_weights()
+            weights = setup.adapter.host_weights
+            setup.recovery.repeat(Stage.PREPARE, weights.place, resident, setup.adapter.device)
+            weights.release()
             memory.forget_phases({Phase.LOAD})
             memory.empty_cache()  # of what plans given up since have left there
             Learner(setup).make_state()

@@ -118,7 +118,7 @@ def _rollout(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]
     tokens, first = longest.completion_tokens, rows[:together]
     settings = replace(setup.sampling, max_step_tokens=3, eos_token_ids=(), min_new_tokens=0, stops=None)
     counter = WorkCounter()
-    adapter.place_weights(plan.resident_blocks)
+    adapter.host_weights.place(plan.resident_blocks, adapter.device)
     with counter, setup.memory.phase(Phase.ROLLOUT):
         laps = _Laps(adapter, counter, max(0, tokens // 2 - 2))
         generate(cast(ModelAdapter, laps), *samples(prompts, first), settings, under(plan))

@@ -178,15 +178,15 @@ class TrainingSetup:
 
     def memory_state(self) -> MemoryState:
         """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""
-        self.adapter.release_weights()
+        self.adapter.host_weights.release()
         return self.memory.state()
 
     def return_weights(self) -> None:
         """Brings all frozen weights to the device; where they do not fit, leaves them on the host as plain tensors."""
         try:
-            self.recovery.repeat(Stage.PREPARE, self.adapter.place_weights, None)
+            self.recovery.repeat(Stage.PREPARE, self.adapter.host_weights.place, None, self.adapter.device)
         except MemoryBudgetError:
-            self.adapter.settle_weights_on_host()
+            self.adapter.host_weights.settle_on_host()
             logger.warning(
                 "Frozen weights stay in host memory, since the device has no room for all of them. Move the model "
                 "there (trainer.model.cpu()) before you merge its adapter or run it outside of the trainer."
@@ -205,11 +205,11 @@ class TrainingSetup:
         if plan.park_optimizer and self.committer is not None:
             self.committer.park()
         try:
-            self.adapter.place_weights(plan.resident_blocks)
+            self.adapter.host_weights.place(plan.resident_blocks, self.adapter.device)
             with context:
                 yield
         finally:
-            self.adapter.release_weights()
+            self.adapter.host_weights.release()
 
     @contextmanager
     def row_by_row(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,27 +169,23 @@ class Trajectory:
         joined = [torch.cat([prompts[self.condition_of_row[row]], completions[row]]) for row in rows]
         return Ragged.from_rows(joined).pad(range(len(rows)), pad_token_id, device)
 
+    def _stored(self) -> dict[str, Ragged | Tensor]:
+        """Gives the fields that hold a tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, (Ragged, Tensor))}
+
     def tensors(self) -> list[Tensor]:
         """Gives every tensor it holds."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [
-            value.flat if isinstance(value, Ragged) else value
-            for value in values
-            if isinstance(value, (Ragged, Tensor))
-        ]
+        return [value.flat if isinstance(value, Ragged) else value for value in self._stored().values()]
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by field; fields that hold no tensor are left out."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        stored = {name: value for name, value in sizes.items() if isinstance(value, (Ragged, Tensor))}
-        return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored.items()}
+        stored = self._stored().items()
+        return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Trajectory:
         """Gives the same rows elsewhere."""
-
-        def each(value: object) -> object:
-            if isinstance(value, Ragged):
-                return Ragged(move(value.flat), value.lengths)
-            return move(value) if isinstance(value, Tensor) else value
-
-        return replace(self, **{field.name: each(getattr(self, field.name)) for field in fields(self)})  # type: ignore[arg-type]
+        stored: Any = self._stored()
+        for name, value in stored.items():
+            stored[name] = replace(value, flat=move(value.flat)) if isinstance(value, Ragged) else move(value)
+        return replace(self, **stored)

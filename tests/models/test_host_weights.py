@@ -209,12 +209,12 @@ def test_at_the_end_weights_without_room_lie_on_the_host_and_a_second_run_takes_
     trainer = make_trainer(tmp_path, model=adapted(), policy=FixedPolicy(RolloutPlan(resident_blocks=1), UpdatePlan()))
     adapter = trainer.setup.adapter
     before = [weight.clone() for weight in trainer.model.parameters()]
-    adapter.place_weights(1)
-    adapter.settle_weights_on_host()
+    adapter.host_weights.place(1, adapter.device)
+    adapter.host_weights.settle_on_host()
     assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
-    assert adapter.resident_blocks == BLOCKS
+    assert adapter.host_weights.resident == BLOCKS
     for resident in (2, None):
-        adapter.place_weights(resident)
+        adapter.host_weights.place(resident, adapter.device)
         pass_of(trainer.model, recompute=False)
     assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
 
@@ -298,9 +298,9 @@ def test_weights_are_back_after_an_evaluation_and_after_a_callback_that_fails_at
     trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, callbacks=[Failing()], eval_dataset=prompts())
     with pytest.raises(RuntimeError, match="the file is gone"):
         trainer.train()
-    assert trainer.adapter.resident_blocks == BLOCKS
+    assert trainer.adapter.host_weights.resident == BLOCKS
     trainer.evaluate()
-    assert trainer.adapter.resident_blocks == BLOCKS
+    assert trainer.adapter.host_weights.resident == BLOCKS
 
 
 def test_what_is_written_to_frozen_weights_between_two_runs_stays(tmp_path: Path) -> None:

@@ -92,11 +92,11 @@ def test_a_4bit_base_beyond_the_room_begins_on_the_host_and_learns_the_same_bits
         torch.manual_seed(0)
         loaded = load_model(folder, quantization_config=CONFIGS["nf4"], peft_config=config, room_bytes=room_bytes)
         adapter = CausalLMAdapter(loaded.model, pad_token_id=PAD)
-        host = adapter.resident_blocks
+        host = adapter.host_weights.resident
         assert host == (0 if room_bytes else 2)
         check_head(adapter)
-        adapter.place_weights(resident)
-        adapter.place_weights(resident)
+        adapter.host_weights.place(resident, adapter.device)
+        adapter.host_weights.place(resident, adapter.device)
         with torch.no_grad():  # as a rollout: where a CPU has bf16 instructions, layers may pack their weights
             loaded.model(torch.tensor([[3, 4, 5]]))
         with adapter.recompute(True):

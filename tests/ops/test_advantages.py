@@ -10,7 +10,6 @@ from memsafe_rl.ops.advantages import (
     ESTIMATORS,
     AdvantageEstimator,
     estimated_advantages,
-    group_advantages,
     zero_spread_groups,
 )
 
@@ -23,7 +22,7 @@ def column(*rewards):
 
 
 def advantages(rewards, group_size=2, scale="group", weights=ONE, aggregation="sum_then_normalize"):
-    return group_advantages(rewards, weights, group_size, scale, aggregation)
+    return estimated_advantages(rewards, weights, group_size, scale_rewards=scale, aggregation=aggregation)
 
 
 def test_by_hand_over_groups():

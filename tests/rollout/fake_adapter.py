@@ -29,14 +29,8 @@ class FakeState:
     def nbytes(self) -> int:
         return self.hidden_BD.nbytes
 
-    def prompt_bytes(self) -> int:
-        return 0
-
     def prompt_blocks(self) -> list[PromptBlock]:
         return []
-
-    def keep_whole(self, whole: bool) -> None:
-        pass
 
     def select(self, rows: Sequence[int]) -> FakeState:
         selected = self.adapter.handed_out(FakeState(self.hidden_BD[rows], self.adapter))

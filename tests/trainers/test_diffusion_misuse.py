@@ -15,7 +15,7 @@ from torch import Tensor
 from memsafe_rl.config.declaring import grouped
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.diffusion.adapter import DiffusionAdapter, check_denoiser
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
@@ -275,11 +275,11 @@ class Wrapped(Denoiser):
 def test_what_a_denoiser_gives_is_checked(wrap: Any, words: str, guidance_scale: float) -> None:
     adapter = DiffusionAdapter(make_policy(denoiser=Wrapped(wrap), guidance_scale=guidance_scale).eval())
     with pytest.raises(ConfigError, match=words):
-        check_denoiser(adapter)
+        adapter.check()
 
 
 def test_a_frozen_denoiser_needs_no_gradient() -> None:
-    check_denoiser(DiffusionAdapter(make_policy().eval().requires_grad_(False)))
+    DiffusionAdapter(make_policy().eval().requires_grad_(False)).check()
 
 
 class Odd(DDIMScheduler):
@@ -294,6 +294,6 @@ class Short(DDIMScheduler):
 
 def test_what_a_scheduler_gives_is_checked() -> None:
     with pytest.raises(ConfigError, match=r"mean of Odd gave \(3, 3\) for states of shape \(3, 3, 5\)"):
-        check_denoiser(DiffusionAdapter(make_policy(scheduler=Odd())))
+        DiffusionAdapter(make_policy(scheduler=Odd())).check()
     with pytest.raises(ConfigError, match=r"timesteps of Short is of shape \(5,\)"):
         make_policy(scheduler=Short())

@@ -24,7 +24,7 @@ from memsafe_rl.config.objectives import Objective, read_objectives
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.ops.advantages import group_advantages
+from memsafe_rl.ops.advantages import estimated_advantages
 from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
 from memsafe_rl.training import gradient as update
@@ -497,7 +497,7 @@ def test_each_objective_is_judged_by_its_own_rewards_over_the_rows_that_they_sco
     objectives = [Objective("a", ("x", "z")), Objective("b", ("y",), weight=2.0)]
 
     def estimate(columns: torch.Tensor, factors: torch.Tensor) -> Any:
-        return group_advantages(columns, factors, 2, "none", "sum_then_normalize")
+        return estimated_advantages(columns, factors, 2, scale_rewards="none")
 
     found = judge(rewards, ("x", "y", "z"), torch.tensor([1.0, 1.0, 0.5]), objectives, estimate)
     assert found.rewards_B.tolist() == [2.0, 3.0, 5.0, 7.0]

@@ -137,10 +137,6 @@ class Reading:
             self._filled[slots] = self.state.places_of(slots, self.counts)
         return self._filled[slots]
 
-    def source_layer(self, key: Tensor) -> int | None:
-        """Tells which cross-attention layer asks, by what it takes for its keys; None if none does."""
-        return None if self.sources is None else self.sources.layer_of(key)
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
         """Gives the attention of one layer's queries over prompts and suffixes, or what `_merged` makes it of."""
         state, drawn = self.state, self.counts is None
@@ -472,7 +468,7 @@ def _attention(
             "Wait for the rollout, or give the second network a copy of the config."
         )
     adds_bias, scoring = options.get("position_bias") is not None, _scoring(module, query, attention_mask, options)
-    biased, source = _is_biased(module), reading.source_layer(key)
+    biased, source = _is_biased(module), None if reading.sources is None else reading.sources.layer_of(key)
     if source is not None and not biased:
         return reading.attend_source(source, query, scoring), None
     if biased and source is None:

@@ -13,16 +13,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import charge, claim
-from memsafe_rl.models.decoding.cache import is_trimmable
-from memsafe_rl.models.geometry import cache_windows
 from memsafe_rl.types import CACHE_SCALE_BYTES, Component, whole_blocks
 
 _LARGEST_INT8 = 127
@@ -74,19 +72,21 @@ class PromptBlock:
 
     def trim(self, windows: Sequence[int | None], drawn: int) -> None:
         """Frees of each windowed layer what no row that has drawn so many tokens can see."""
-        with charge(Component.KV_CACHE):
-            for layer, window in enumerate(windows):
-                if window is not None:
-                    self._trim_layer(layer, max(1, window - 1 - drawn))
+        for layer, window in enumerate(windows):
+            kept = self.keys[layer].shape[2] if window is None else max(1, window - 1 - drawn)
+            if kept < self.keys[layer].shape[2]:
+                starts = tuple(length - kept for length in self.lengths)
+                for store in (self.keys, self.values):
+                    store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
+                self.dropped[layer] = starts
 
-    def _trim_layer(self, layer: int, kept: int) -> None:
-        held = self.keys[layer].shape[2]
-        if held <= kept:
-            return
-        starts = tuple(length - kept for length in self.lengths)
-        for store in (self.keys, self.values):
-            store[layer] = _shifted(store[layer], starts, self.dropped[layer], kept)
-        self.dropped[layer] = starts
+
+class Origin(NamedTuple):
+    """Where a row begins."""
+
+    block: PromptBlock  # holds its prompt
+    prompt: int  # index of its prompt in the block
+    base: int  # tokens of the prompt that it has read
 
 
 @dataclass(eq=False)
@@ -148,36 +148,52 @@ class SharedPrefixState:
     """Rows being decoded."""
 
     windows: tuple[int | None, ...]  # per layer, its attention window in tokens, None for full attention
-    blocks: tuple[PromptBlock, ...]  # for each of the B rows, the block that holds its prompt
-    prompts: tuple[int, ...]  # for each row, the index of its prompt in that block
+    origins: tuple[Origin, ...]  # where each of the B rows begins
     lengths: list[int]  # for each row, tokens in its suffix
     device: torch.device  # where the network computes
     keys: list[Tensor] = field(default_factory=list)  # per layer (B, H, S, D), suffixes; empty while no row has any
     values: list[Tensor] = field(default_factory=list)  # per layer, likewise
     capacity: int = 0  # slots of a suffix, where no window makes it shorter
-    # for each row, the tokens of its prompt that it has read; all of them where nothing is given
-    bases: tuple[int, ...] = ()
     # what is made of the weights and of lengths once and used in every step; states made of this one share it, and
     # none outlives a rollout, within which no weight moves
     constants: dict[Any, Any] = field(default_factory=dict)
     _segments: tuple[Segment, ...] | None = None
     _counts: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        if not self.bases:
-            pairs = zip(self.blocks, self.prompts, strict=True)
-            self.bases = tuple(block.lengths[prompt] for block, prompt in pairs)
-
     @classmethod
     def of_prompts(cls, block: PromptBlock, windows: tuple[int | None, ...], device: torch.device) -> SharedPrefixState:
         """Gives one row for each prompt of a block; they have drawn nothing."""
-        prompts = len(block.lengths)
-        return cls(windows, (block,) * prompts, tuple(range(prompts)), [0] * prompts, device)
+        origins = tuple(Origin(block, prompt, length) for prompt, length in enumerate(block.lengths))
+        return cls(windows, origins, [0] * len(origins), device)
+
+    @classmethod
+    def resumed(
+        cls,
+        rows: Sequence[RowCache],
+        tokens: Sequence[int],
+        more: Sequence[int],
+        windows: tuple[int | None, ...],
+        device: torch.device,
+    ) -> SharedPrefixState:
+        """Puts rows that waited, of which so many tokens hold, into a state with room for more."""
+        pairs = zip(rows, tokens, strict=True)
+        origins = tuple(Origin(row.block, row.prompt, min(row.base, count)) for row, count in pairs)
+        lengths = [count - origin.base for count, origin in zip(tokens, origins, strict=True)]
+        state = cls(windows, origins, lengths, device)
+        if any(lengths):
+            state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
+            state._refill(rows)
+        return state
 
     @property
     def rows(self) -> int:
         """Sequences held."""
-        return len(self.prompts)
+        return len(self.origins)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """For each row, the tokens of its prompt that it has read."""
+        return tuple(origin.base for origin in self.origins)
 
     @property
     def positions(self) -> list[int]:
@@ -209,7 +225,7 @@ class SharedPrefixState:
     def segments(self) -> tuple[Segment, ...]:
         """Cuts the rows where the block changes."""
         if self._segments is None:
-            runs = itertools.groupby(range(self.rows), key=[id(block) for block in self.blocks].__getitem__)
+            runs = itertools.groupby(range(self.rows), key=lambda row: id(self.origins[row].block))
             self._segments = tuple(map(self._segment, [list(run) for _, run in runs]))
         return self._segments
 
@@ -225,61 +241,35 @@ class SharedPrefixState:
 
     def prompt_blocks(self) -> list[PromptBlock]:
         """Gives the blocks that the rows follow, each once."""
-        return list({id(block): block for block in self.blocks}.values())
-
-    def prompt_bytes(self) -> int:
-        """Bytes of the prompts' keys and values."""
-        return sum(block.nbytes() for block in self.prompt_blocks())
-
-    def keep_whole(self, whole: bool) -> None:
-        """Says whether rows may still begin at these prompts, so none of them may be freed."""
-        for block in self.blocks:
-            block.kept_whole = whole
+        return list({id(origin.block): origin.block for origin in self.origins}.values())
 
     def select(self, rows: Sequence[int]) -> SharedPrefixState:
         """Keeps, drops, repeats or reorders rows; suffixes shrink to the longest that is left."""
-        state = self._of(rows)
+        state = self._beginning([self.origins[row] for row in rows], [self.lengths[row] for row in rows])
         if state.capacity:
             state._refill([self], torch.tensor(rows, device=self.device))
         state.give_up_idle_prompts()
         return state
 
-    def _of(self, rows: Sequence[int]) -> SharedPrefixState:
-        """Gives a state of some rows, with no suffixes yet."""
-        lengths = [self.lengths[row] for row in rows]
+    def _beginning(self, origins: Sequence[Origin], lengths: list[int]) -> SharedPrefixState:
+        """Gives a state of other rows, with no suffixes yet."""
+        capacity = whole_blocks(max(lengths, default=0))
         return SharedPrefixState(
-            windows=self.windows,
-            blocks=tuple(self.blocks[row] for row in rows),
-            prompts=tuple(self.prompts[row] for row in rows),
-            lengths=lengths,
-            device=self.device,
-            capacity=whole_blocks(max(lengths, default=0)),
-            bases=tuple(self.bases[row] for row in rows),
-            constants=self.constants,
+            self.windows, tuple(origins), lengths, self.device, capacity=capacity, constants=self.constants
         )
 
     def join(self, other: SharedPrefixState) -> SharedPrefixState:
         """Puts the rows of another state behind this one's."""
-        state = SharedPrefixState(
-            windows=self.windows,
-            blocks=self.blocks + other.blocks,
-            prompts=self.prompts + other.prompts,
-            lengths=self.lengths + other.lengths,
-            device=self.device,
-            capacity=max(self.capacity, other.capacity),
-            bases=self.bases + other.bases,
-            constants=self.constants,
-        )
+        state = self._beginning(self.origins + other.origins, self.lengths + other.lengths)
+        state.capacity = max(self.capacity, other.capacity)
         if state.capacity:
             state._refill([self, other])
         return state
 
     def set_aside(self, leaving: Mapping[int, int], staying: Sequence[int]) -> tuple[SharedPrefixState, list[RowCache]]:
         """Takes rows out, to wait outside of any state, a tensor at a time, so that no more is ever there twice."""
-        rest = self._of(staying)
-        aside = [
-            RowCache(self.blocks[row], self.prompts[row], self.bases[row], length) for row, length in leaving.items()
-        ]
+        rest = self._beginning([self.origins[row] for row in staying], [self.lengths[row] for row in staying])
+        aside = [RowCache(*self.origins[row], length) for row, length in leaving.items()]
         index = torch.tensor(staying, device=self.device) if rest.capacity else None
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
@@ -312,14 +302,14 @@ class SharedPrefixState:
 
     def _least_drawn(self, block: PromptBlock) -> int:
         """Fewest tokens that a row of these prompts has behind its whole prompt."""
-        rows = [row for row in range(self.rows) if self.blocks[row] is block]
-        drawn = min(self.bases[row] + self.lengths[row] - block.lengths[self.prompts[row]] for row in rows)
-        return max(0, drawn)
+        rows = zip(self.origins, self.lengths, strict=True)
+        drawn = (origin.base + more - block.lengths[origin.prompt] for origin, more in rows if origin.block is block)
+        return max(0, min(drawn))
 
     def replace_prompt(self, block: PromptBlock) -> None:
         """Has every row follow the only prompt of another block."""
-        self.blocks, self.bases, self._segments = (block,) * self.rows, block.lengths * self.rows, None
-        self._counts = None
+        self.origins = (Origin(block, 0, block.lengths[0]),) * self.rows
+        self._segments = self._counts = None
 
     def stretch(self, tokens: int) -> bool:
         """Widens every row by so many tokens, with keys and values that mean nothing."""
@@ -366,13 +356,13 @@ class SharedPrefixState:
     def give_up_idle_prompts(self) -> None:
         """Frees prompts that no row follows any more, where they are at least half of a block."""
         for block in self.prompt_blocks():
-            used = sorted({self.prompts[row] for row in range(self.rows) if self.blocks[row] is block})
+            used = sorted({origin.prompt for origin in self.origins if origin.block is block})
             if block.stays_whole or 2 * len(used) > len(block.lengths):
                 continue
             block.narrow(used)
-            self.prompts = tuple(
-                used.index(prompt) if mine is block else prompt
-                for mine, prompt in zip(self.blocks, self.prompts, strict=True)
+            self.origins = tuple(
+                origin._replace(prompt=used.index(origin.prompt)) if origin.block is block else origin
+                for origin in self.origins
             )
             self._segments = None
 
@@ -402,7 +392,7 @@ class SharedPrefixState:
         return moved
 
     def _segment(self, rows: list[int]) -> Segment:
-        block, prompts = self.blocks[rows[0]], tuple(self.prompts[row] for row in rows)
+        block, prompts = self.origins[rows[0]].block, tuple(self.origins[row].prompt for row in rows)
         share = max(Counter(prompts).values())
         nth = [itertools.count(prompt * share) for prompt in range(len(block.lengths))]
         flat, takes = [next(nth[prompt]) for prompt in prompts], [0] * (len(block.lengths) * share)
@@ -457,8 +447,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         if window is None or states.shape[2] <= max(1, window - 1):
             return _kept(states)
         slots = max(1, window - 1)
-        with charge(Component.KV_CACHE):
-            return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
+        return _shifted(states, [length - slots for length in self.lengths], [0] * len(self.lengths), slots)
 
 
 class SourceMarks(Cache):  # type: ignore[misc]
@@ -474,35 +463,6 @@ class SourceMarks(Cache):  # type: ignore[misc]
     def layer_of(self, key: Tensor) -> int | None:
         """Tells which layer a mark belongs to; None if it is no mark."""
         return self._layers.get(id(key))
-
-
-def layer_windows(config: Any) -> tuple[int | None, ...] | None:
-    """Gives each layer's window, if all layers are plain or windowed attention."""
-    return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
-
-
-def resumed(
-    rows: Sequence[RowCache],
-    tokens: Sequence[int],
-    more: Sequence[int],
-    windows: tuple[int | None, ...],
-    device: torch.device,
-) -> SharedPrefixState:
-    """Puts rows that waited into a state, a tensor at a time."""
-    bases = tuple(min(row.base, count) for row, count in zip(rows, tokens, strict=True))
-    lengths = [count - base for count, base in zip(tokens, bases, strict=True)]
-    state = SharedPrefixState(
-        windows=windows,
-        blocks=tuple(row.block for row in rows),
-        prompts=tuple(row.prompt for row in rows),
-        lengths=lengths,
-        device=device,
-        bases=bases,
-    )
-    if any(lengths):
-        state.capacity = whole_blocks(max(length + count for length, count in zip(lengths, more, strict=True)))
-        state._refill(rows)
-    return state
 
 
 def block_of(
@@ -547,7 +507,8 @@ def _starts(lengths: Sequence[int], held: int) -> tuple[int, ...]:
 
 def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: int) -> Tensor:
     """Copies from each prompt so many slots from its start on; what lies before slot 0 is zeros."""
-    shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
+    with charge(Component.KV_CACHE):
+        shifted = part.new_zeros((*part.shape[:2], kept, part.shape[3]))
     for prompt, (start, first) in enumerate(zip(starts, dropped, strict=True)):
         begin = max(0, first - start)
         source = part[prompt, :, start + begin - first : start + kept - first]

@@ -121,27 +121,23 @@ class DiffusionAdapter(StepNetwork):
             yield self
 
     def check(self) -> None:
-        """Compares states that are denoised together with the same ones alone."""
-        check_denoiser(self)
+        """Denoises states together and alone, which must come to the same: chains are cut into micro-batches.
 
-
-def check_denoiser(adapter: DiffusionAdapter) -> None:
-    """Denoises states together and alone, which must come to the same: chains are cut into waves and micro-batches.
-
-    It also measures what a pair holds, so that nothing has to be measured where memory may run out.
-    """
-    _, apart = adapter.together_and_alone()
-    if apart > (_APART if adapter.width >= 4 else _APART_NARROW):
-        raise ConfigError(
-            f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their norm. "
-            "It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
-        )
-    if any(weight.requires_grad for weight in adapter.model.parameters()) and not adapter.carries_gradient():
-        raise ConfigError(
-            "The denoiser's answer carries no gradient, so that none of its weights could be trained. Remove "
-            "torch.no_grad, inference_mode or detach from its forward, or from the scheduler's mean."
-        )
-    _ = adapter.geometry
+        It also measures what a pair holds, so that nothing has to be measured where memory may run out.
+        """
+        _, apart = self.together_and_alone()
+        if apart > (_APART if self.width >= 4 else _APART_NARROW):
+            raise ConfigError(
+                f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their "
+                "norm. It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers "
+                "that do not."
+            )
+        if any(weight.requires_grad for weight in self.model.parameters()) and not self.carries_gradient():
+            raise ConfigError(
+                "The denoiser's answer carries no gradient, so that none of its weights could be trained. Remove "
+                "torch.no_grad, inference_mode or detach from its forward, or from the scheduler's mean."
+            )
+        _ = self.geometry
 
 
 def _states(trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int], steps: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,8 @@
-"""Embedded prompts that are kept: which of them are equal, and how many are held.
-
-Axes: ``L`` vectors of a condition, ``D`` their width.
-"""
+"""What tells prompts apart in the cache of those that are embedded."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
@@ -32,29 +28,6 @@ def prompt_key(prompt: Any) -> Hashable | None:
         keys = tuple(prompt_key(part) for part in parts)
         return None if None in keys else (kind.__name__, keys)
     return None
-
-
-class EmbeddingCache:
-    """Embeddings by key; those used longest ago go first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._kept: OrderedDict[Hashable, Tensor] = OrderedDict()
-
-    def get(self, key: Hashable | None) -> Tensor | None:
-        """Finds an embedding."""
-        if key is None or key not in self._kept:
-            return None
-        self._kept.move_to_end(key)
-        return self._kept[key]
-
-    def put(self, key: Hashable | None, embedding_LD: Tensor) -> None:
-        """Keeps an embedding."""
-        if key is None:
-            return
-        self._kept[key] = embedding_LD
-        while len(self._kept) > 1 and sum(kept.nbytes for kept in self._kept.values()) > self._limit_bytes:
-            self._kept.popitem(last=False)
 
 
 def _digest(content: bytes) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memsafe_rl.accounting import autocast_bytes, host_memory
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ScoringAdapter
-from memsafe_rl.models.blocks import find_blocks, recomputed
+from memsafe_rl.models.blocks import blocks_of, recomputed
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.slices import MicroBatchGroup, step_micro_batches, step_work
@@ -45,7 +45,6 @@ class StepNetwork(ScoringAdapter, ABC):
         self.policy = policy
         self._weights = [held for held in weights if held is not None]
         self._state_bytes = state_dtype.itemsize * math.prod(policy.sample_shape)
-        self._geometry: ModelGeometry | None = None
 
     @abstractmethod
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
@@ -66,31 +65,37 @@ class StepNetwork(ScoringAdapter, ABC):
         """Bytes of an activation's element."""
         return autocast_bytes(self.device) or self.dtype.itemsize
 
-    @property
+    @cached_property
     def geometry(self) -> ModelGeometry:
         """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
-        if self._geometry is None:
-            own, blocks = self._weights[0], blocks_of(self.network)
-            weights = (*own.parameters(), *own.buffers())
-            unit, elements = measured_pair(self.one_pair, weights, blocks, self._state_bytes, self.width)
-            self._geometry = ModelGeometry(
-                layers=len(blocks),
-                hidden_size=elements,
-                intermediate_size=elements,
-                heads=1,
-                kv_heads=0,
-                head_dim=0,
-                vocab_size=1,
-                max_positions=None,
-                windows=(),
-                parameter_bytes=weight_bytes(*self._weights),
-                trainable_bytes=sum(weight.nbytes for weight in own.parameters() if weight.requires_grad),
-                compute_bytes=self.width,
-                cache_bytes=0,
-                head_trainable=False,
-                unit=unit,
-            )
-        return self._geometry
+        own, blocks = self._weights[0], step_blocks(self.network)
+        weights = {weight.untyped_storage()._cdata for weight in (*own.parameters(), *own.buffers())}
+        kept, inputs = _kept_bytes(self.one_pair, weights, blocks, recompute=False)
+        outside, again = _kept_bytes(self.one_pair, weights, blocks, recompute=True)
+        widest = max(inputs, default=0)
+        elements = max(1, widest // self.width)  # of the widest block's input
+        return ModelGeometry(
+            layers=len(blocks),
+            hidden_size=elements,
+            intermediate_size=elements,
+            heads=1,
+            kv_heads=0,
+            head_dim=0,
+            vocab_size=1,
+            max_positions=None,
+            windows=(),
+            parameter_bytes=weight_bytes(*self._weights),
+            trainable_bytes=sum(weight.nbytes for weight in own.parameters() if weight.requires_grad),
+            compute_bytes=self.width,
+            cache_bytes=0,
+            head_trainable=False,
+            unit=UnitBytes(
+                kept=kept,
+                recomputed=min(kept, outside + sum(again)),
+                forward=max(2 * widest, kept // max(1, len(inputs))),
+                state=self._state_bytes,
+            ),
+        )
 
     def one_pair(self) -> Tensor:
         """Runs the network on one state of zeros."""
@@ -132,33 +137,13 @@ class StepNetwork(ScoringAdapter, ABC):
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
-        return recomputed(blocks_of(self.network)) if enabled else nullcontext()
+        return recomputed(step_blocks(self.network)) if enabled else nullcontext()
 
 
-def blocks_of(network: nn.Module) -> tuple[nn.Module, ...]:
-    """Gives the repeated blocks of a network."""
-    inner = network.get_base_model() if isinstance(network, PeftModel) else network
-    try:
-        return find_blocks(cast(nn.Module, inner))
-    except ConfigError:
-        return (cast(nn.Module, inner),)
-
-
-def measured_pair(
-    forward: Callable[[], Tensor], weights: Iterable[Tensor], blocks: Sequence[nn.Module], state_bytes: int, width: int
-) -> tuple[UnitBytes, int]:
-    """Runs one pair forward with a graph, and counts what it keeps and the elements of its widest block's input."""
-    own = {weight.untyped_storage()._cdata for weight in weights}
-    kept, inputs = _kept_bytes(forward, own, blocks, recompute=False)
-    outside, again = _kept_bytes(forward, own, blocks, recompute=True)
-    widest = max(inputs, default=0)
-    unit = UnitBytes(
-        kept=kept,
-        recomputed=min(kept, outside + sum(again)),
-        forward=max(2 * widest, kept // max(1, len(inputs))),
-        state=state_bytes,
-    )
-    return unit, max(1, widest // width)
+def step_blocks(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Gives the repeated blocks of a network, or the network itself where it has none."""
+    inner = cast(nn.Module, network.get_base_model() if isinstance(network, PeftModel) else network)
+    return blocks_of(inner) or (inner,)
 
 
 def _kept_bytes(

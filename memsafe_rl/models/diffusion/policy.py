@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.diffusion.condition_cache import EmbeddingCache, prompt_key
+from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
 
 EMBEDDING_CACHE_BYTES = 256 * 2**20
@@ -151,8 +151,13 @@ class DiffusionPolicy(nn.Module):
             raise ConfigError(f"denoiser is a {type(denoiser).__name__}. Pass a torch.nn.Module.")
         if not isinstance(trained_steps, (TrainedSteps, type(None))):
             raise ConfigError(f"trained_steps is {trained_steps!r}. Pass a TrainedSteps, such as TrainedSteps(0.5).")
-        _check_numbers(num_inference_steps, guidance_scale)
-        _check_called(embed=embed, elements=elements, decode=decode)
+        if not _is_whole(num_inference_steps) or num_inference_steps < 1:
+            raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
+        if not _is_number(guidance_scale):
+            raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
+        for name, value in {"embed": embed, "elements": elements, "decode": decode}.items():
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
         self.denoiser = denoiser
         self.scheduler = as_scheduler(scheduler)
         self.sample_shape = _as_shape("sample_shape", sample_shape, "one or more sizes, such as (3, 64, 64)")
@@ -174,7 +179,7 @@ class DiffusionPolicy(nn.Module):
         null_LD = torch.zeros(self.condition_shape) if null_condition is None else null_condition
         self.null_condition: Tensor
         self.register_buffer("null_condition", self._checked(null_LD, "null_condition"), persistent=False)
-        self._cache = EmbeddingCache(EMBEDDING_CACHE_BYTES)
+        self._kept: dict[Hashable, Tensor] = {}
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Gives what the denoiser, guided, says of states.
@@ -224,7 +229,7 @@ class DiffusionPolicy(nn.Module):
                 counts.
         """
         held = list(prompts)  # so that no two of them ever have the same address
-        others: dict[int, Tensor] = {}
+        others: dict[Hashable, Tensor] = {}
         return [self._embedded(prompt, others) for prompt in held]
 
     def decode(self, sample: Tensor) -> Any:
@@ -263,33 +268,29 @@ class DiffusionPolicy(nn.Module):
             "them."
         )
 
-    def _check_counts(self, embedding_LD: Tensor, name: str) -> None:
-        """Refuses weights that count nothing; the synthetic embeddings of probes do not come here."""
-        if self.elements is None:
-            return
-        mask = self._counted(self.elements(embedding_LD))
-        if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
-            raise DataError(
-                f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. Give "
-                "finite ones, 1 where an element counts and 0 where not, and at least one that counts."
-            )
-
-    def _embedded(self, prompt: Any, others: dict[int, Tensor]) -> Tensor:
+    def _embedded(self, prompt: Any, others: dict[Hashable, Tensor]) -> Tensor:
         """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
         with host_memory():
             key = prompt_key(prompt)
-        known = others.get(id(prompt)) if key is None else self._cache.get(key)
-        if known is not None:
-            return known
+        kept, key = (others, id(prompt)) if key is None else (self._kept, key)
+        if key in kept:
+            kept[key] = kept.pop(key)  # the least recently used come first
+            return kept[key]
         own = self._embed[0]
         with torch.no_grad(), host_memory():
             found = _numbers(prompt) if own is None else own(prompt)
             name = f"the embedding of prompt {repr(prompt)[:80]}"
             embedding_LD = self._checked(found, name)
-            self._check_counts(embedding_LD, name)
-        self._cache.put(key, embedding_LD)
-        if key is None:
-            others[id(prompt)] = embedding_LD
+            if self.elements is not None:  # the synthetic embeddings of probes do not come here
+                mask = self._counted(self.elements(embedding_LD))
+                if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
+                    raise DataError(
+                        f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. "
+                        "Give finite ones, 1 where an element counts and 0 where not, and at least one that counts."
+                    )
+        kept[key] = embedding_LD
+        while len(self._kept) > 1 and sum(held.nbytes for held in self._kept.values()) > EMBEDDING_CACHE_BYTES:
+            del self._kept[next(iter(self._kept))]
         return embedding_LD
 
     def _checked(self, embedding: Any, name: str) -> Tensor:
@@ -335,13 +336,18 @@ def prepare_policy(
     if peft_config is not None and adapted:
         raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
     model = (policy if peft_config is None else get_peft_model(policy, peft_config)).eval()
-    if any(tensor.device.type != torch.device(device).type for tensor in (*model.parameters(), *model.buffers())):
-        model = model.to(device)
+    model = placed(model, torch.device(device))
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
     if not with_reference or adapted or peft_config is not None:
         return model, None
     return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
+
+
+def placed(network: nn.Module, device: torch.device) -> nn.Module:
+    """Moves a network to a type of device, unless it is there."""
+    away = any(tensor.device.type != device.type for tensor in (*network.parameters(), *network.buffers()))
+    return network.to(device) if away else network
 
 
 def _is_whole(value: Any) -> bool:
@@ -358,19 +364,6 @@ def _as_shape(name: str, shape: Any, wanted: str, axes: int | None = None) -> tu
     if not right:
         raise ConfigError(f"{name} is {shape!r}. Set it to {wanted}, whole numbers above 0.")
     return tuple(int(size) for size in sizes)
-
-
-def _check_numbers(num_inference_steps: Any, guidance_scale: Any) -> None:
-    if not _is_whole(num_inference_steps) or num_inference_steps < 1:
-        raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
-    if not _is_number(guidance_scale):
-        raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
-
-
-def _check_called(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and not callable(value):
-            raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
 
 
 def _check_laid_out(scheduler: Any, steps: int) -> None:
@@ -412,9 +405,9 @@ def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condit
 
 
 def _joined(first: Condition, second: Condition) -> Condition:
-    elements = None
-    if first.elements is not None and second.elements is not None:
-        elements = torch.cat([first.elements, second.elements])
+    """Lays conditions of the same states one behind the other."""
     return Condition(
-        torch.cat([first.embedding_MLD, second.embedding_MLD]), torch.cat([first.mask_ML, second.mask_ML]), elements
+        torch.cat([first.embedding_MLD, second.embedding_MLD]),
+        torch.cat([first.mask_ML, second.mask_ML]),
+        None if first.elements is None else torch.cat([first.elements, first.elements]),
     )

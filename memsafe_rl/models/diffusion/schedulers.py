@@ -72,12 +72,33 @@ class Step(NamedTuple):
     std: float
 
 
+_CHOICES = {
+    "prediction_type": PREDICTIONS,
+    "timestep_spacing": SPACINGS,
+    "beta_schedule": BETA_SCHEDULES,
+    "variance_type": VARIANCES,
+    "noise_shape": NOISE_SHAPES,
+}
+"""What a scheduler's field may be, by its name."""
+
+
 class LinearScheduler(ABC):
     """A scheduler of linear steps; a kind of it says what the steps are."""
 
     timesteps: Tensor
     stds: Tensor
     _steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name, allowed[0]) not in allowed:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}. Set it to one of {', '.join(allowed)}.")
+        for name in ("eta", "noise_level"):
+            if hasattr(self, name) and not _is_positive(getattr(self, name)):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; a step without noise has no log-prob, so that nothing could "
+                    "be learnt. Set it above 0, to a finite number."
+                )
 
     @abstractmethod
     def set_timesteps(self, num_inference_steps: int) -> None:
@@ -108,8 +129,7 @@ class DiffusionScheduler(LinearScheduler):
     steps_offset: int = 0
 
     def __post_init__(self) -> None:
-        _check("prediction_type", self.prediction_type, PREDICTIONS)
-        _check("timestep_spacing", self.timestep_spacing, SPACINGS)
+        super().__post_init__()
         if not isinstance(self.steps_offset, int) or self.steps_offset < 0:
             raise ConfigError(f"steps_offset is {self.steps_offset!r}. Set it to 0 or a whole number above.")
         self.alphas_cumprod = cumulative_alphas(
@@ -157,10 +177,6 @@ class DDIMScheduler(DiffusionScheduler):
 
     eta: float = 1.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_positive("eta", self.eta)
-
     def _step(self, alpha: float, after: float) -> Step:
         return diffusion_step(alpha, after, self.eta, self.prediction_type)
 
@@ -178,10 +194,6 @@ class DDPMScheduler(DiffusionScheduler):
     """
 
     variance_type: str = "fixed_small"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check("variance_type", self.variance_type, VARIANCES)
 
     def _step(self, alpha: float, after: float) -> Step:
         step = diffusion_step(alpha, after, 1.0, self.prediction_type)
@@ -218,8 +230,7 @@ class FlowSDEScheduler(LinearScheduler):
     noisy_steps: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        _check("noise_shape", self.noise_shape, NOISE_SHAPES)
-        _check_positive("noise_level", self.noise_level)
+        super().__post_init__()
         if not _is_positive(self.shift):
             raise ConfigError(f"shift is {self.shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
 
@@ -260,9 +271,6 @@ class DiffusersScheduler(LinearScheduler):
     noise_shape: str = "rising"
 
     def __post_init__(self) -> None:
-        _check_positive("eta", self.eta)
-        _check_positive("noise_level", self.noise_level)
-        _check("noise_shape", self.noise_shape, NOISE_SHAPES)
         scheduler, config = self.scheduler, self.scheduler.config
         for name in ("clip_sample", "thresholding"):
             if getattr(config, name, False):
@@ -276,12 +284,13 @@ class DiffusersScheduler(LinearScheduler):
                 "scheduler's variance. Use 'fixed_small'."
             )
         if hasattr(scheduler, "alphas_cumprod"):
-            _check("prediction_type", config.prediction_type, PREDICTIONS)
+            self.prediction_type = config.prediction_type
         elif not hasattr(scheduler, "sigmas"):
             raise ConfigError(
                 f"{type(scheduler).__name__} has neither alphas_cumprod nor sigmas. Use a DDIM, DDPM or flow-matching "
                 "scheduler, or write a class with timesteps, stds, set_timesteps and mean."
             )
+        super().__post_init__()
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Has the object lay the steps out, and reads them; refuses sigmas that do not lead from 1 to 0."""
@@ -291,8 +300,7 @@ class DiffusersScheduler(LinearScheduler):
         if hasattr(inner, "alphas_cumprod"):
             alphas = [float(alpha) for alpha in inner.alphas_cumprod.cpu().double()[timesteps.long()]]
             final = float(getattr(inner, "final_alpha_cumprod", 1.0))
-            kind = inner.config.prediction_type
-            pairs = pairwise([*alphas, final])
+            pairs, kind = pairwise([*alphas, final]), self.prediction_type
             self._lay_out(timesteps, [diffusion_step(alpha, after, self.eta, kind) for alpha, after in pairs])
             return
         times = [float(sigma) for sigma in inner.sigmas]
@@ -372,7 +380,6 @@ def flow_noise(level: float, shape: str, second: float) -> Callable[[float], flo
 
 def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_schedule: str) -> Tensor:
     """Gives the products of alphas, ``prod_{u <= t} (1 - beta_u)``."""
-    _check("beta_schedule", beta_schedule, BETA_SCHEDULES)
     if beta_schedule == "linear":
         betas = torch.linspace(beta_start, beta_end, count, dtype=torch.float64)
     elif beta_schedule == "scaled_linear":
@@ -392,19 +399,6 @@ def _visited(count: int, steps: int, spacing: str, offset: int) -> list[int]:
     else:
         chosen = [round(step * (count - 1) / max(1, steps - 1)) for step in range(steps)]
     return [min(timestep, count - 1) for timestep in reversed(chosen)]
-
-
-def _check(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}. Set it to one of {', '.join(allowed)}.")
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not _is_positive(value):
-        raise ConfigError(
-            f"{name} is {value!r}; a step without noise has no log-prob, so that nothing could be learnt. "
-            "Set it above 0, to a finite number."
-        )
 
 
 def _is_positive(value: Any) -> bool:

@@ -23,7 +23,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import Critic, ValueLayer
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
-from memsafe_rl.models.diffusion.policy import Condition
+from memsafe_rl.models.diffusion.policy import Condition, placed
 from memsafe_rl.types import Component, StateFeatures, Trajectory
 
 _WIDTH = 128
@@ -66,7 +66,8 @@ class StateEncoder(nn.Module):
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Gives hidden states (M, D) of states (M, ...), timesteps (M,) and their condition."""
-        state = _masked(x, condition.elements)
+        # What does not count is 0, whatever stands there.
+        state = x if condition.elements is None else torch.where(condition.elements != 0, x, 0)
         features = _pooled(state, condition.elements) if self._pools else state.flatten(1)
         mask_ML1 = condition.mask_ML[..., None]
         prompt = (condition.embedding_MLD * mask_ML1).sum(1) / mask_ML1.sum(1).clamp(min=1)
@@ -99,13 +100,33 @@ class StateNetwork(StepNetwork):
         return self.features(states, [0] * len(states), self.adapter.condition(embeddings))
 
     def check(self) -> None:
-        """Compares states that are valued together with the same ones alone."""
-        check_state_critic(self)
+        """Values states together and alone, which must come to the same: chains are cut into rectangles."""
+        together, apart = self.together_and_alone()
+        values = together[:, 0].tolist()
+        if not isinstance(self.model, StateEncoder) and not all(map(math.isfinite, values)):
+            raise ConfigError(
+                f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
+                "policy's weights too. Look at how it divides, scales and begins its weights."
+            )
+        if apart > (_APART if self.width >= 4 else 50 * _APART):
+            raise ConfigError(
+                f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their "
+                "norm. It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers "
+                "that do not."
+            )
+        if not self.carries_gradient():
+            raise ConfigError(
+                "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
+                "from its forward."
+            )
+        _ = self.geometry
 
     def features(self, states: Tensor, columns: Sequence[int], condition: Condition) -> Tensor:
         """Runs the network on states."""
         timesteps_M = self.policy.scheduler.timesteps[torch.tensor(columns)].to(self.device)
-        found: Any = self.model(states.to(self.dtype), timesteps_M, _as_type(condition, self.dtype))
+        elements = None if condition.elements is None else condition.elements.to(self.dtype)
+        condition = replace(condition, embedding_MLD=condition.embedding_MLD.to(self.dtype), elements=elements)
+        found: Any = self.model(states.to(self.dtype), timesteps_M, condition)
         if isinstance(found, Tensor) and isinstance(self.model, StateEncoder):
             return found
         if not isinstance(found, Tensor) or found.shape != states.shape[:1]:
@@ -156,33 +177,11 @@ class StateCritic(Critic):
                 head: nn.Module = ValueLayer(made.width, wide, adapter.device)
             else:
                 _refuse_useless(network, adapter)
-                trunk, head = _placed(network, adapter.device), _AsItIs()
+                trunk, head = placed(network, adapter.device), _AsItIs()
         hold(Component.WEIGHTS, weights_of(trunk, head))
         # The other steps are the environment's part of a chain.
         columns = policy.trained_steps.learnable(policy.stds)
         super().__init__(head, StateNetwork(adapter, trunk.eval()), is_own=True, judged_columns=columns)
-
-
-def check_state_critic(network: StateNetwork) -> None:
-    """Values states together and alone, which must come to the same: chains are cut into rectangles."""
-    together, apart = network.together_and_alone()
-    values = together[:, 0].tolist()
-    if not isinstance(network.model, StateEncoder) and not all(map(math.isfinite, values)):
-        raise ConfigError(
-            f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
-            "policy's weights too. Look at how it divides, scales and begins its weights."
-        )
-    if apart > (_APART if network.width >= 4 else 50 * _APART):
-        raise ConfigError(
-            f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their norm. It "
-            "mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers that do not."
-        )
-    if not network.carries_gradient():
-        raise ConfigError(
-            "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
-            "from its forward."
-        )
-    _ = network.geometry
 
 
 def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
@@ -198,21 +197,6 @@ def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
             "critic shares weights with the model. Leave critic out for a small network of its own, or give a copy "
             "(copy.deepcopy) of the layers that it should begin with."
         )
-
-
-def _placed(network: nn.Module, device: torch.device) -> nn.Module:
-    away = any(tensor.device.type != device.type for tensor in (*network.parameters(), *network.buffers()))
-    return network.to(device) if away else network
-
-
-def _as_type(condition: Condition, dtype: torch.dtype) -> Condition:
-    elements = None if condition.elements is None else condition.elements.to(dtype)
-    return replace(condition, embedding_MLD=condition.embedding_MLD.to(dtype), elements=elements)
-
-
-def _masked(x: Tensor, elements: Tensor | None) -> Tensor:
-    """Puts 0 where an element does not count, whatever stands there."""
-    return x if elements is None else torch.where(elements != 0, x, 0)
 
 
 def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:

@@ -16,44 +16,48 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.base import LanguageAdapter, Route, naive_logits
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.types import Ragged, TokenDistribution, Trajectory
+from memsafe_rl.types import Ragged, Trajectory
 
 logger = logging.getLogger(__name__)
 
+_TELLING: tuple[type[Exception], ...] = (TypeError, ValueError, AttributeError, LookupError, NotImplementedError)
+"""How a network says that it cannot be run this way."""
 _ALONE = 3e-2
 """What a row's logits may differ by for company, relative to the largest: less than bfloat16 may."""
 
 
 def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter, Trajectory, Tensor], None]) -> None:
-    """Has an adapter, and its frozen reference copy, go ways that give its model's own logits of two short rows."""
+    """Has an adapter, and its frozen reference copy, go ways that give its model's own logits of two short rows.
+
+    The first scoring path that agrees is kept, the leanest first and the whole model row by row last; anything but the
+    first is logged in one warning. Where decoding differs, transformers' `generate` decodes instead, with a cache or
+    without, which is logged too. The bytes of the cache go into the geometry.
+    """
     with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))
-        settle_path(adapter, trajectory, wanted_MV)
+        first, reasons = adapter.path, []
+        for path in adapter.candidate_paths:
+            adapter.path = path
+            if path.route is Route.WHOLE:
+                break
+            reason = scoring_disagreement(adapter, trajectory, wanted_MV)
+            if reason is None:
+                break
+            reasons.append(f"{path.route.value}: {reason}")
+        if adapter.path != first:
+            logger.warning(
+                "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
+                type(adapter.lm).__name__,
+                adapter.path.route.value,
+                adapter.path.logit_map.scale,
+                adapter.path.logit_map.soft_cap,
+                "; ".join(dict.fromkeys(reasons)),
+            )
         settle_decoding(adapter, trajectory, wanted_MV)
     if adapter.reference_adapter is not None:
         adapter.reference_adapter.path = adapter.path
         adapter.reference_adapter.packs_prompts = adapter.packs_prompts
-
-
-def settle_path(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    """Keeps the first scoring path that gives the logits wanted, and says so if it is not the leanest."""
-    first, reasons = adapter.path, []
-    for path in adapter.candidate_paths():
-        adapter.path = path
-        reason = _scoring_disagreement(adapter, trajectory, wanted_MV)
-        if reason is None:
-            break
-        reasons.append(f"{path.route.value}: {reason}")
-    if adapter.path != first:
-        logger.warning(
-            "%s computes its logits in a way of its own; log-probs go through %r (logit scale %g, soft-cap %s). %s",
-            type(adapter.lm).__name__,
-            adapter.path.route.value,
-            adapter.path.logit_map.scale,
-            adapter.path.logit_map.soft_cap,
-            "; ".join(dict.fromkeys(reasons)),
-        )
 
 
 def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
@@ -71,21 +75,7 @@ def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
             places.append(firsts + torch.tensor([4, 3], device=firsts.device))
         return torch.cat(got), wanted_MV[torch.cat(places)]
 
-    return _decoding_disagreement(decoded, adapter)
-
-
-def _decoding_disagreement(decode: Callable[[], tuple[Tensor, Tensor]], adapter: LanguageAdapter) -> str | None:
-    """Says how logits differ from those wanted beside them, or None; out-of-memory errors pass through."""
-    try:
-        got, wanted = decode()
-    except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
-            raise
-        return f"{type(error).__name__}: {error}"
-    if len(got) != len(wanted):
-        return f"{len(got)} tokens instead of {len(wanted)}"
-    relative, tolerance = relative_difference(got, wanted), max(1e-3, 2 * tolerance_of(adapter, wanted.device))
-    return None if relative <= tolerance else f"they differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
+    return _disagreement(decoded, max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device)), RuntimeError)
 
 
 def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, reason: str) -> None:
@@ -130,15 +120,28 @@ def check_rows_alone(adapter: ModelAdapter) -> None:
         )
 
 
-def difference(route: Callable[[], TokenDistribution], adapter: LanguageAdapter, wanted_MV: Tensor) -> str | None:
-    """Says how a route's logits differ from those wanted."""
+def scoring_disagreement(
+    adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, *errors: type[Exception], packed: bool = False
+) -> str | None:
+    """Says how an adapter's logits of all stored rows differ from those wanted, or fail with such errors, or None."""
+
+    def scored() -> tuple[Tensor, Tensor]:
+        return naive_logits(adapter.distribution(trajectory, range(len(trajectory)), packed=packed)), wanted_MV
+
+    return _disagreement(scored, tolerance_of(adapter, wanted_MV.device), *errors)
+
+
+def _disagreement(give: Callable[[], tuple[Tensor, Tensor]], tolerance: float, *errors: type[Exception]) -> str | None:
+    """Says how logits differ from those wanted beside them, or None; out-of-memory errors pass through."""
     try:
-        logits_MV = naive_logits(route())
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError) as error:
+        got, wanted = give()
+    except _TELLING + errors as error:
+        if isinstance(error, torch.OutOfMemoryError) or "memory" in str(error):
+            raise
         return f"{type(error).__name__}: {error}"
-    if logits_MV.shape != wanted_MV.shape:
-        return f"logits of shape {tuple(logits_MV.shape)} instead of {tuple(wanted_MV.shape)}"
-    relative, tolerance = relative_difference(logits_MV, wanted_MV), tolerance_of(adapter, wanted_MV.device)
+    if got.shape != wanted.shape:
+        return f"logits of shape {tuple(got.shape)} instead of {tuple(wanted.shape)}"
+    relative = relative_difference(got, wanted)
     return (
         None if relative <= tolerance else f"logits differ by {relative:.1e} of the largest ({tolerance:.0e} allowed)"
     )
@@ -190,13 +193,6 @@ def probe_rows(
     )
 
 
-def _scoring_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Says how an adapter's path fails, or None; out-of-memory errors pass through."""
-    if adapter.path.route is Route.WHOLE:
-        return None
-    return difference(lambda: adapter.distribution(trajectory, range(len(trajectory))), adapter, wanted_MV)
-
-
 def _generate_disagreement(
     adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor, cached: bool
 ) -> str | None:
@@ -216,4 +212,4 @@ def _generate_disagreement(
         spans = zip(torch.stack(got, 1), prompts, lengths, strict=True)
         return torch.cat([row_NV[prompt - read :][:length] for row_NV, prompt, length in spans]), wanted_MV
 
-    return _decoding_disagreement(led, adapter)
+    return _disagreement(led, max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device)), RuntimeError)

@@ -17,37 +17,24 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
-from memsafe_rl.models.decoding.padded import PaddedDecoder, PaddedState
+from memsafe_rl.models.decoding.few_operators import norms_of, rotations_of, short_norms
+from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
-from memsafe_rl.models.decoding.shared_prefix_cache import (
-    RowCache,
-    SharedPrefixCache,
-    SharedPrefixState,
-    SourceMarks,
-    resumed,
-)
-from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
-from memsafe_rl.models.decoding.short_rotations import rotations_of
+from memsafe_rl.models.decoding.shared_prefix_cache import RowCache, SharedPrefixCache, SharedPrefixState, SourceMarks
 from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.host_weights import HostWeights
-from memsafe_rl.models.module_state import (
-    as_reference,
-    attention_configs,
-    is_hooked,
-    keep_eager_masks_finite,
-    lay_single_biases_densely,
-)
+from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, mend_attention, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
@@ -100,37 +87,42 @@ def in_its_numerics(method: Callable[Concatenate[S, P], R]) -> Callable[Concaten
 class LanguageAdapter(ModelAdapter, ABC):
     """A network of transformers that draws tokens one after another; its kind says how it reads them."""
 
+    _cross_layers: int = 0
+
     def __init__(
         self,
         model: nn.Module,
         lm: Any,
         *,
         pad_token_id: int,
-        path: ScoringPath,
+        routes: Sequence[Route],
         joins: bool,
-        cross_layers: int = 0,
-        start_token_id: int | None = None,
-        reference_adapter: Self | None = None,
+        reference_model: nn.Module | None,
+        **options: Any,
     ) -> None:
-        """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
-        self.model = model
+        """Wraps a model, and its frozen copy with further ``options`` of this kind.
+
+        Of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off. It goes one of some
+        ``routes``, the leanest first, or as a whole.
+        """
+        self.model, self.lm = model, lm
         self.pad_token_id = pad_token_id
-        self.path = path
+        maps = logit_maps(lm.config)
+        paths = [ScoringPath(route, logit_map) for route in routes for logit_map in maps]
+        self.candidate_paths = (*paths, ScoringPath(Route.WHOLE, maps[0]))
+        self.path = self.candidate_paths[0]
         self.joins = joins
         self.batch_invariant = False
         self.slot_bytes: int | None = None
         self._key_bytes: int | None = None
-        self.reference_adapter: Self | None = reference_adapter
-        self.lm = lm
-        self._padded = PaddedDecoder(lm)
-        self.start_token_id = start_token_id
-        self._cross_layers = cross_layers
+        self.reference_adapter: Self | None = None
+        if reference_model is not None:
+            self.reference_adapter = cast(Any, type(self))(reference_model, pad_token_id=pad_token_id, **options)
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
-        self._host_weights = HostWeights.of(lm)
-        keep_eager_masks_finite()
-        lay_single_biases_densely()
+        self.host_weights = HostWeights.of(lm)
+        mend_attention()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
 
@@ -152,7 +144,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of a cache, in place."""
         if not self.joins:
-            return self._padded.read(cast(PaddedState, state), tokens_B.to(self.device)[:, None])
+            return cast(PaddedState, state).read(tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
         plain = fixed_tiles_on() or self._mode
@@ -164,10 +156,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""
-
-    @abstractmethod
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
 
     @abstractmethod
     def measure_cache(self, state: DecodeState) -> None:
@@ -202,9 +190,13 @@ class LanguageAdapter(ModelAdapter, ABC):
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
             geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
-            movable = self._host_weights.block_bytes
+            movable = self.host_weights.block_bytes
             geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable)
-            self._geometries[key] = self._rounded_cache(geometry) if self.in_8_bits else geometry
+            if self.in_8_bits:
+                key_bytes = self._key_bytes or geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
+                source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
+                geometry = replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
+            self._geometries[key] = geometry
         return self._geometries[key]
 
     @property
@@ -218,25 +210,8 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
-        self._host_weights = HostWeights.of(self.lm)
+        self.host_weights = HostWeights.of(self.lm)
         self._geometries.clear()
-
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks whose frozen weights are on the device."""
-        return self._host_weights.resident
-
-    def place_weights(self, resident: int | None) -> None:
-        """Leaves the frozen weights of so many blocks on the device; those of the others come while they run."""
-        self._host_weights.place(resident, self.device)
-
-    def settle_weights_on_host(self) -> None:
-        """Leaves frozen weights for which the device has no room on the host, as ordinary tensors."""
-        self._host_weights.settle_on_host()
-
-    def release_weights(self) -> None:
-        """Takes frozen weights from the device that are there only because their block ran last."""
-        self._host_weights.release()
 
     @in_its_numerics
     def distribution(
@@ -258,11 +233,43 @@ class LanguageAdapter(ModelAdapter, ABC):
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         if self.path.route is Route.WHOLE and not packed:
-            return TokenDistribution(
-                self.row_logits(self.lm, trajectory, rows), tokens_M, lengths, given_logits, fixed_tiles_on()
-            )
+            logits_MV = self.row_logits(self.lm, trajectory, rows)
+            return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, fixed_tiles_on())
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
         return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
+
+    def decode_plainly(
+        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
+    ) -> None:
+        """Runs transformers' `generate`, with tokens chosen by the caller in place of its own search.
+
+        Rows have one length, so the network's padding does not matter. Rows that have ended are still read until
+        the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
+        """
+        ended_B = torch.zeros(len(ids_BL), dtype=torch.bool, device=ids_BL.device)
+
+        def leave_no_choice(_ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+            tokens_B, ends_B = choose(scores_BV)
+            ended_B.logical_or_(ends_B.to(ended_B.device))
+            return torch.full_like(scores_BV, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
+
+        plain = GenerationConfig(
+            max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, use_cache=cached, disable_compile=True
+        )
+        begun = {}
+        if self.start_token_id is not None:
+            start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
+            begun["decoder_input_ids"] = torch.cat([start_B1, ids_BL[:, prompt_tokens:]], 1)
+            ids_BL, plain.decoder_start_token_id = ids_BL[:, :prompt_tokens], self.start_token_id
+        with replaced([(self.lm, "generation_config", plain)]):  # from which `generate` takes what it is not given
+            self.lm.generate(
+                input_ids=ids_BL,
+                attention_mask=torch.ones_like(ids_BL),
+                generation_config=plain,
+                logits_processor=[leave_no_choice],
+                stopping_criteria=[lambda *_, **__: ended_B],
+                **begun,
+            )
 
     @property
     def decodes(self) -> bool:
@@ -278,15 +285,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     def caches(self) -> bool:
         """Whether transformers' `generate` may keep a cache."""
         return self.path.caches
-
-    def cache_in_8_bits(self, wanted: bool) -> None:
-        """Says how the caches to come are kept: in the network's own type, or rounded to 8 bits, which is lossy."""
-        if wanted and not self.kv_retention:
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self.lm).__name__} is decoded with transformers' own "
-                "cache (the log says why), which is kept as it is. Leave cache_implementation out."
-            )
-        self.in_8_bits = wanted
 
     @torch.no_grad()
     @in_its_numerics
@@ -310,21 +308,10 @@ class LanguageAdapter(ModelAdapter, ABC):
         self, rows: Sequence[RowCache], kept: Sequence[int], tokens: Sequence[Tensor], chunk_tokens: int
     ) -> tuple[Tensor, SharedPrefixState]:
         """Puts rows that waited into a cache, and has each read on."""
-        state = resumed(rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device)
+        state = SharedPrefixState.resumed(
+            rows, kept, [len(more) for more in tokens], self.geometry.windows, self.device
+        )
         return self.extend(state, tokens, chunk_tokens), state
-
-    def peft_adapters_on(self) -> tuple[str, ...]:
-        """Names the PEFT adapters that take part in a forward pass now."""
-        for module in self.model.modules():
-            if isinstance(module, BaseTunerLayer):
-                return () if module.disable_adapters else tuple(module.active_adapters)
-        return ()
-
-    def weights_mark(self) -> int:
-        """Gives a number that differs once a weight was written to, or replaced."""
-        weights = list(self.model.parameters())
-        versions = [-1 if weight.is_inference() else weight._version for weight in weights]
-        return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
 
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:
@@ -346,13 +333,6 @@ class LanguageAdapter(ModelAdapter, ABC):
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
         return recomputed(find_blocks(self.lm)) if enabled else nullcontext()
-
-    def _rounded_cache(self, geometry: ModelGeometry) -> ModelGeometry:
-        """Gives the sizes of a network whose cache is in 8 bits."""
-        heads_bytes = geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
-        key_bytes = self._key_bytes or heads_bytes
-        source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
-        return replace(geometry, key_bytes=key_bytes, source_bytes=source_bytes)
 
     def _note_heads(self, keys: Sequence[Tensor]) -> None:
         """Notes what the keys of a token take in 8 bits, in the widest layer."""
@@ -484,6 +464,12 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
         both = linear.bias if bias_V is None else bias_V if linear.bias is None else linear.bias + bias_V
         return LinearHead(linear.weight, both, logit_map.scale, logit_map.soft_cap)
     return ModuleHead(module, logit_map, bias_V)
+
+
+def padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """Gives which slots of rows padded on the right hold their tokens, (B, width) int64."""
+    ends_B1 = torch.tensor(lengths, device=device)[:, None]
+    return (torch.arange(width, device=device) < ends_B1).long()
 
 
 def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -8,41 +8,34 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
-from memsafe_rl.models.decoding.cache import is_trimmable, transit_cache
+from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
-from memsafe_rl.models.decoding.shared_prefix_cache import (
-    SharedPrefixCache,
-    SharedPrefixState,
-    block_of,
-    layer_windows,
-    longer_block,
-)
-from memsafe_rl.models.decoding.short_rotations import short_rotations
+from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, longer_block
+from memsafe_rl.models.geometry import layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
-    ScoringPath,
     in_its_numerics,
     is_encoder_decoder,
     language_model_of,
-    logit_maps,
+    padding_mask,
     predicting_states,
 )
 from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
@@ -52,28 +45,26 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
-class TrunkInputs(Protocol):
-    """Turns stored token ids into what a trunk reads."""
-
-    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
-        """Gives the trunk's arguments for tokens.
-
-        Args:
-            lm: the network that reads them.
-            ids_BN: (B, N) int64 on the device.
-            positions_BN: (B, N) int64, slots of the tokens in their rows; None where every row begins at slot 0.
-
-        Returns:
-            Keyword arguments of the trunk's forward; no tensor value is read.
-        """
+TrunkInputs = Callable[..., dict[str, Any]]
+"""Gives a trunk's arguments, ``of(lm, ids_BN, positions_BN=None)``, from stored ids and their slots in their rows, None
+where every row begins at slot 0; no tensor value is read."""
 
 
-class TokenInputs:
-    """Ids as they are."""
+def token_inputs(_lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
+    """Gives ids as they are, and the positions where these are known."""
+    return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
-    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Gives the ids, and the positions where these are known."""
-        return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+
+class _TransitLayer(DynamicLayer):  # type: ignore[misc]
+    """Hands keys and values on and keeps none, which tells transformers' mask code all it must know.
+
+    Without a cache and a mask, that code looks for packed sequences in tensor values: a wait for the device, and on
+    fake tensors a mask that the real run does not have. With an empty cache it takes shapes alone, builds no mask where
+    the attention kernel knows causality itself, and one window mask for all rows where a layer has a window.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
 
 
 class CausalLMAdapter(LanguageAdapter):
@@ -89,20 +80,21 @@ class CausalLMAdapter(LanguageAdapter):
     ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
-        self.inputs = inputs or TokenInputs()
-        path = ScoringPath(_first_route(lm), logit_maps(lm.config)[0])
-        copy = (
-            None
-            if reference_model is None
-            else CausalLMAdapter(reference_model, pad_token_id=pad_token_id, inputs=self.inputs)
-        )
+        self.inputs = inputs or token_inputs
+        accepted = inspect.signature(lm.base_model.forward).parameters
+        routes: tuple[Route, ...] = (Route.MASKED,)
+        if lm.base_model is lm or lm.get_output_embeddings() is None:
+            routes = ()
+        elif "past_key_values" in accepted and layer_windows(lm.config) is not None:
+            routes = (Route.LEAN, Route.MASKED)
         super().__init__(
             model,
             lm,
             pad_token_id=pad_token_id,
-            path=path,
-            joins=_can_share_prompts(lm, path.route),
-            reference_adapter=copy,
+            routes=routes,
+            joins=_can_share_prompts(routes, accepted),
+            reference_model=reference_model,
+            inputs=self.inputs,
         )
         self._step = Compiled(lm.base_model.forward, type(lm.base_model).__name__)
         _warn_of_rope_that_reads_lengths(lm.config)
@@ -112,13 +104,13 @@ class CausalLMAdapter(LanguageAdapter):
         if packed:  # behind one copy of each prompt
             laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
             with attending(self._attention_configs, laid.layout):
-                output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
+                output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
             hidden_ND: Tensor = output[0][0]
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
-            self.routers.lay_out(row_lengths)
+            self.routers.row_lengths = row_lengths
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
@@ -126,10 +118,8 @@ class CausalLMAdapter(LanguageAdapter):
     @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache."""
-        if not self.path.decodes:
-            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
         if not self.joins:
-            return self._padded.prefill(prompts, self.pad_token_id, self.device)
+            return PaddedState.of_prompts(self.lm, prompts, self.pad_token_id, self.device)
         chunk = max(int(prompt.shape[0]) for prompt in prompts)
         if len(prompts) == 1 and chunk_tokens is not None:
             chunk = min(chunk, chunk_tokens)
@@ -139,7 +129,7 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
             output = self.lm.base_model(
-                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+                **self.inputs(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
@@ -169,25 +159,6 @@ class CausalLMAdapter(LanguageAdapter):
             pieces.append(logits_1LV[0, prompt - 1 : prompt + length - 1])
         return torch.cat(pieces)
 
-    def decode_plainly(
-        self,
-        ids_BL: Tensor,
-        choose: Choose,
-        *,
-        prompt_tokens: int,  # noqa: ARG002
-        max_new_tokens: int,
-        cached: bool,
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length."""
-        generate_plainly(self.lm, ids_BL, choose, max_new_tokens=max_new_tokens, cached=cached)
-
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring that the model's structure allows, the leanest first and a sure one last."""
-        maps, first = logit_maps(self.lm.config), _first_route(self.lm)
-        routes = {Route.LEAN: (Route.LEAN, Route.MASKED), Route.MASKED: (Route.MASKED,), Route.WHOLE: ()}[first]
-        yield from (ScoringPath(route, logit_map) for route in routes for logit_map in maps)
-        yield ScoringPath(Route.WHOLE, maps[0])
-
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the cache of all layers, unless a window may have hidden some."""
         if self.joins:
@@ -200,15 +171,13 @@ class CausalLMAdapter(LanguageAdapter):
             self.slot_bytes = state.nbytes() // (state.rows * width)
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Gives hidden states (B, L, D) of rows padded on the right."""
-        trunk = self.lm.base_model
+        """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
+        inputs, run = self.inputs(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
-                output = trunk(**self.inputs.of(self.lm, ids_BL), past_key_values=transit_cache(), use_cache=False)
+                output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
         else:
-            ends_B1 = torch.tensor(lengths, device=ids_BL.device)[:, None]
-            mask_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device)[None] < ends_B1
-            output = trunk(**self.inputs.of(self.lm, ids_BL), attention_mask=mask_BL.long(), use_cache=False)
+            output = run(**inputs, attention_mask=padding_mask(lengths, ids_BL.shape[1], ids_BL.device))
         return cast(Tensor, output[0])
 
     def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
@@ -228,7 +197,7 @@ class CausalLMAdapter(LanguageAdapter):
         )
         reading = Reading(state, cache, [len(ids_N)], keeps=False)
         hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
-        state.replace_prompt(longer_block(state.blocks[0], cache.read, len(ids_N), state.windows))
+        state.replace_prompt(longer_block(state.origins[0].block, cache.read, len(ids_N), state.windows))
         return hidden_1ND[:, -1]
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
@@ -239,21 +208,17 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(
-                **self.inputs.of(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True
-            )
+            output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
 
 
-def check_head(adapter: CausalLMAdapter) -> None:
-    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
+def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:
+    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
+    return Route.LEAN in routes and "position_ids" in accepted
 
-    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: without a mask, with a
-    mask, each with every reading of the config's logit scale; else the whole model row by row. Anything but the first
-    is logged in one warning. A frozen reference copy takes the same path. Where decoding differs, transformers'
-    `generate` decodes instead, with a cache or without, which is logged too. The bytes of the cache go into the
-    geometry.
-    """
+
+def check_head(adapter: CausalLMAdapter) -> None:
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
     agreement.settle(adapter, _settle_decoding)
 
 
@@ -281,15 +246,6 @@ def _warn_of_rope_that_reads_lengths(config: Any) -> None:
         )
 
 
-def _first_route(lm: Any) -> Route:
-    """The leanest route that a model's structure allows."""
-    if lm.base_model is lm or lm.get_output_embeddings() is None:
-        return Route.WHOLE
-    accepted = inspect.signature(lm.base_model.forward).parameters
-    plain = "past_key_values" in accepted and is_trimmable(DynamicCache(config=lm.config))
-    return Route.LEAN if plain else Route.MASKED
-
-
 def _settle_packing(adapter: LanguageAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
@@ -302,7 +258,7 @@ def _settle_packing(adapter: LanguageAdapter) -> None:
 
 
 def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> str | None:
-    """Says why rows cannot share a prompt, or None; out-of-memory errors pass through."""
+    """Says why rows cannot share a prompt, or None."""
     if adapter.routers is not None:
         return "the balance loss of its experts counts a prompt once for each completion"
     if adapter.path.route is not Route.LEAN:
@@ -310,17 +266,10 @@ def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
     if "position_ids" not in inspect.signature(adapter.lm.base_model.forward).parameters:
         return "positions cannot be given"
     adapter.packs_prompts = True
-    try:
-        for packed in (True, False):  # padded rows may attend as packed ones do
-            route = partial(adapter.distribution, trajectory, range(len(trajectory)), packed=packed)
-            found = agreement.difference(route, adapter, wanted_MV)
-            if found is not None:
-                return found
-        return None
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # how a kernel or a shape complains
-        return f"{type(error).__name__}: {error}"
+    try:  # padded rows may attend as packed ones do; a `RuntimeError` is how a kernel or a shape complains
+        return agreement.scoring_disagreement(
+            adapter, trajectory, wanted_MV, RuntimeError, packed=True
+        ) or agreement.scoring_disagreement(adapter, trajectory, wanted_MV, RuntimeError)
     finally:
         adapter.packs_prompts = False
 
@@ -340,12 +289,6 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
     if reason is not None:
         agreement.settle_generate(adapter, trajectory, wanted_MV, reason)
     _settle_packing(adapter)
-
-
-def _can_share_prompts(lm: Any, route: Route) -> bool:
-    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
-    accepted = inspect.signature(lm.base_model.forward).parameters
-    return route is Route.LEAN and "position_ids" in accepted and layer_windows(lm.config) is not None
 
 
 def _matches(model: Any) -> bool:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import autocast_bytes, claim
-from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.decoding.by_transformers import Choose
+from memsafe_rl.models.adapter import Choose, ModelAdapter
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
 from memsafe_rl.models.module_state import as_reference, replaced
-from memsafe_rl.types import Component, LinearHead, LogitsHead, ModelGeometry, TokenDistribution, Trajectory
+from memsafe_rl.types import Component, ModelGeometry, TokenDistribution, Trajectory
 
 
 class FunctionAdapter(ModelAdapter):
@@ -98,7 +96,7 @@ class FunctionAdapter(ModelAdapter):
         ids_BL = trajectory.token_rows(rows, self._pad_token_id, self.device)
         hidden_MD = predicting_states(self._states(ids_BL), [prompt - 1 for prompt in prompts], lengths)
         tokens_M = trajectory.actions.take(rows).flat.to(self.device)
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._logits_head())
+        return TokenDistribution(hidden_MD, tokens_M, lengths, head_of(self._layer, LogitMap()))
 
     @contextmanager
     def reference(self) -> Iterator[FunctionAdapter]:
@@ -127,21 +125,13 @@ class FunctionAdapter(ModelAdapter):
         with torch.no_grad():
             for _ in range(max_new_tokens):
                 hidden_BD = self._states(ids_BL)[:, -1]
-                logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing, (), self._logits_head()))
+                logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing, (), head_of(self._layer, LogitMap())))
                 claim(Component.LOGITS, [logits_BV])
                 tokens_B, ends_B = choose(logits_BV.float())
                 ended_B |= ends_B.cpu()
                 if bool(ended_B.all()):
                     return
                 ids_BL = torch.cat([ids_BL, tokens_B[:, None]], 1)
-
-    def cache_in_8_bits(self, wanted: bool) -> None:
-        """Refuses a cache in 8 bits, for there is none."""
-        if wanted:
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self._inner).__name__} is decoded without a cache. Leave "
-                "cache_implementation out."
-            )
 
     @property
     def value_inputs(self) -> tuple[int, torch.dtype]:
@@ -156,9 +146,6 @@ class FunctionAdapter(ModelAdapter):
     @property
     def _layer(self) -> Any:
         return self._head(self._inner)
-
-    def _logits_head(self) -> LinearHead | LogitsHead:
-        return head_of(self._layer, LogitMap())
 
     def _states(self, ids_BL: Tensor) -> Tensor:
         if not (self._recomputes and torch.is_grad_enabled()):

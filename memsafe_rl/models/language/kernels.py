@@ -12,7 +12,6 @@ Axes: ``S`` segments, ``H`` query heads, ``K`` key/value heads, ``W`` queries, `
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
@@ -57,20 +56,7 @@ def kernel_for(
     soft_capped: bool = False,
     capability: tuple[int, int] = _AMPERE,
 ) -> Kernel:
-    """Decides which kernel attends, of what is known before any tensor exists.
-
-    Args:
-        device_type: type of the device, such as "cuda".
-        dtype: type of queries, keys and values.
-        head_dim: elements of a query and of a key.
-        value_dim: elements of a value.
-        masked: whether some keys are hidden otherwise than by causality.
-        soft_capped: whether scores are soft-capped.
-        capability: CUDA's compute capability; counts on CUDA only.
-
-    Returns:
-        The kernel; `Kernel.BLOCKS` where none gives what is asked for.
-    """
+    """Decides which kernel attends before any tensor exists; ``masked`` where more than causality hides keys."""
     if soft_capped:
         return Kernel.BLOCKS
     if device_type == "cpu":
@@ -91,7 +77,9 @@ class Target(NamedTuple):
 
 def target_of(tensor: Tensor) -> Target:
     """Gives the device that a tensor is on or stands for."""
-    return Target("cuda", _capability(tensor.device)) if tensor.is_cuda else Target(device_type_of(tensor))
+    if tensor.is_cuda:
+        return Target("cuda", torch.cuda.get_device_capability(tensor.device))
+    return Target(device_type_of(tensor))
 
 
 class Part(NamedTuple):
@@ -127,14 +115,11 @@ class Part(NamedTuple):
             capability=target.capability,
         )
 
-    def cut(self, block: _Block) -> Part:
+    def cut(self, rows: slice, keys: slice) -> Part:
         """Gives some queries over the keys that they see."""
-        return self._replace(
-            query=self.query[:, :, block.rows],
-            key=self.key[:, :, block.keys],
-            value=self.value[:, :, block.keys],
-            first=None if self.first is None else self.first + block.rows.start - block.keys.start,
-        )
+        first = None if self.first is None else self.first + rows.start - keys.start
+        key, value = self.key[:, :, keys], self.value[:, :, keys]
+        return self._replace(query=self.query[:, :, rows], key=key, value=value, first=first)
 
     def hidden(self) -> Tensor | None:
         """Gives which keys each query does not see, (W, U) bool; None if all see all."""
@@ -157,43 +142,19 @@ class Joined(NamedTuple):
     lse: Tensor
 
 
-class _Block(NamedTuple):
-    """Some queries and the keys that they see."""
-
-    rows: slice
-    keys: slice
-
-
 def attend(part: Part, target: Target) -> tuple[Tensor, Tensor]:
-    """Gives the attention of one part of a softmax.
-
-    Args:
-        part: queries, keys and values, and who sees whom.
-        target: the device whose kernels attend.
-
-    Returns:
-        Output (S, H, W, D) and log-sum-exp (S, H, W) of the scores, float32 at least.
-    """
+    """Gives output (S, H, W, D) and log-sum-exp (S, H, W) of one part of a softmax, the latter in float32 at least."""
     wide, kernel = _with_equal_heads(part), part.kernel(target)
+    forward, _ = _CALLS[kernel]
     found = []
-    for block in _blocks(wide, kernel):
-        found.append(_FORWARD[kernel](wide.cut(block)))
+    for rows, keys in _blocks(wide, kernel):
+        found.append(forward(wide.cut(rows, keys)))
     out, lse = found[0] if len(found) == 1 else (torch.cat(pieces, 2) for pieces in zip(*found, strict=True))
     return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
 
 
 def attend_backward(part: Part, joined: Joined, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives the gradients of a part's queries, keys and values.
-
-    Args:
-        part: as `attend` took it.
-        joined: gradient, output and log-sum-exp of the whole softmax, at this part's queries. With these in place of
-            the part's own, its weights are those of the whole softmax.
-        target: the device whose kernels attend.
-
-    Returns:
-        Gradients (S, H, W, D), (S, K, U, D) and (S, K, U, D).
-    """
+    """Gives the gradients of a part's queries, keys and values, its weights being those of the whole softmax."""
     wide, kernel = _with_equal_heads(part), part.kernel(target)
     seen = Joined(*(whole.reshape(*wide.query.shape[:3], *whole.shape[3:]) for whole in joined))
     dq, dk, dv = _backward(wide, seen, kernel)
@@ -204,18 +165,17 @@ def attend_backward(part: Part, joined: Joined, target: Target) -> tuple[Tensor,
 
 def _backward(part: Part, joined: Joined, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
     """Adds up what blocks of queries give the keys, in float32 at least."""
-    blocks = list(_blocks(part, kernel))
+    blocks, (_, backward) = list(_blocks(part, kernel)), _CALLS[kernel]
     if len(blocks) == 1:
-        return _BACKWARD[kernel](part.cut(blocks[0]), joined)
+        return backward(part.cut(*blocks[0]), joined)
     wide = joined.lse.dtype
     dk, dv = (torch.zeros(whole.shape, dtype=wide, device=whole.device) for whole in (part.key, part.value))
     dqs = []
-    for block in blocks:
-        of_block = Joined(*(whole[:, :, block.rows] for whole in joined))
-        dq, dk_share, dv_share = _BACKWARD[kernel](part.cut(block), of_block)
+    for rows, keys in blocks:
+        dq, dk_share, dv_share = backward(part.cut(rows, keys), Joined(*(whole[:, :, rows] for whole in joined)))
         dqs.append(dq)
-        dk[:, :, block.keys] += dk_share
-        dv[:, :, block.keys] += dv_share
+        dk[:, :, keys] += dk_share
+        dv[:, :, keys] += dv_share
     return torch.cat(dqs, 2), dk.to(part.key.dtype), dv.to(part.value.dtype)
 
 
@@ -233,8 +193,8 @@ def _with_equal_heads(part: Part) -> Part:
     return part._replace(query=query, key=key, value=value)
 
 
-def _blocks(part: Part, kernel: Kernel) -> Iterator[_Block]:
-    """Cuts queries so that a block's scores, or its mask, are small beside all."""
+def _blocks(part: Part, kernel: Kernel) -> Iterator[tuple[slice, slice]]:
+    """Cuts queries, beside the keys they see, so that a block's scores, or its mask, are small beside all."""
     segments, heads, width, _ = part.query.shape
     seen = part.key.shape[2]
     if kernel is Kernel.BLOCKS:
@@ -245,7 +205,7 @@ def _blocks(part: Part, kernel: Kernel) -> Iterator[_Block]:
         stop = min(start + step, width)
         first = 0 if part.first is None or part.window is None else max(0, part.first + start - part.window + 1)
         last = seen if part.first is None else min(seen, part.first + stop)
-        yield _Block(slice(start, stop), slice(first, last))
+        yield slice(start, stop), slice(first, last)
 
 
 def _flash_on_cpu(part: Part) -> tuple[Tensor, Tensor]:
@@ -343,7 +303,8 @@ def _by_matmul_backward(part: Part, joined: Joined) -> tuple[Tensor, Tensor, Ten
 def _scores(part: Part) -> tuple[Tensor, Tensor | float]:
     """Gives scores (S, H, W, U), no narrower than float32, and their derivative by the product of query and key."""
     slopes: Tensor | float = part.scale
-    scores = (part.query @ part.key.transpose(-1, -2)).to(widened(part.query)).mul_(part.scale)
+    wide = torch.promote_types(part.query.dtype, torch.float32)
+    scores = (part.query @ part.key.transpose(-1, -2)).to(wide).mul_(part.scale)
     if part.soft_cap is not None:
         bent = scores.div_(part.soft_cap).tanh_()
         scores, slopes = part.soft_cap * bent, part.scale * (1 - bent.square())
@@ -385,32 +346,9 @@ def _narrowed(part: Part, found: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Te
     return dq[..., :head], dk[..., :head], dv[..., :value]
 
 
-def widened(tensor: Tensor) -> torch.dtype:
-    """Gives the type of sums over a tensor's elements.
-
-    Args:
-        tensor: of any floating type.
-
-    Returns:
-        float64 for float64, else float32.
-    """
-    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-_FORWARD = {
-    Kernel.CPU_FLASH: _flash_on_cpu,
-    Kernel.FLASH: _flash,
-    Kernel.EFFICIENT: _efficient,
-    Kernel.BLOCKS: _by_matmul,
-}
-_BACKWARD = {
-    Kernel.CPU_FLASH: _flash_on_cpu_backward,
-    Kernel.FLASH: _flash_backward,
-    Kernel.EFFICIENT: _efficient_backward,
-    Kernel.BLOCKS: _by_matmul_backward,
+_CALLS = {
+    Kernel.CPU_FLASH: (_flash_on_cpu, _flash_on_cpu_backward),
+    Kernel.FLASH: (_flash, _flash_backward),
+    Kernel.EFFICIENT: (_efficient, _efficient_backward),
+    Kernel.BLOCKS: (_by_matmul, _by_matmul_backward),
 }

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
-from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of, widened
+from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Trajectory
@@ -42,51 +42,39 @@ class Run:
 
     segments: int  # how many
     width: int  # tokens of the longest
-    first: int | None  # first token of the first segment, where all are equally long and lie end to end; else None
-    # (sum of lengths,) int64, their tokens in the packed row; None where ``first`` is known
-    tokens: Tensor | None = None
-    # (sum of lengths,) int64, where these lie in ``segments`` rows of ``width``; None likewise
-    places: Tensor | None = None
+    first: int  # first token of the first segment
+    # (sum of lengths,) int64 each: their tokens in the packed row, and where these lie in ``segments`` rows of
+    # ``width``; None where all are equally long and lie end to end
+    scattered: tuple[Tensor, Tensor] | None = None
 
     def take(self, packed: Tensor) -> Tensor:
         """Gives (N, heads, ...) as (S, heads, W, ...), zero where a segment has ended; a view where it can be."""
         count = self.segments * self.width
-        if self.first is not None:
+        if self.scattered is None:
             rows = packed[self.first : self.first + count]
         else:
-            if self.tokens is None or self.places is None:
-                raise AssertionError("a run is one stretch of tokens or has their indices")
+            tokens, places = self.scattered
             rows = packed.new_zeros(count, *packed.shape[1:])
-            rows.index_copy_(0, self.places, packed.index_select(0, self.tokens))
+            rows.index_copy_(0, places, packed.index_select(0, tokens))
         return rows.view(self.segments, self.width, *packed.shape[1:]).transpose(1, 2)
 
     def put(self, packed: Tensor, segments: Tensor) -> None:
         """Writes (S, heads, W, ...) to where the segments lie in (N, heads, ...)."""
         rows = segments.transpose(1, 2).flatten(0, 1)
-        if self.first is not None:
+        if self.scattered is None:
             packed[self.first : self.first + self.segments * self.width] = rows
-        elif self.tokens is not None and self.places is not None:
-            packed.index_copy_(0, self.tokens, rows.index_select(0, self.places))
+        else:
+            tokens, places = self.scattered
+            packed.index_copy_(0, tokens, rows.index_select(0, places))
 
 
 @dataclass(frozen=True)
 class Shared:
     """A prompt that several completions see."""
 
-    prompt: int  # first token of the prompt
-    prompt_tokens: int  # its tokens
+    prompt: slice  # tokens of the prompt
     first: int  # first token of the first completion; the others follow end to end
     tails: tuple[int, ...]  # tokens of each completion that are read (its last one predicts nothing)
-
-    @property
-    def prompt_span(self) -> slice:
-        """Tokens of the prompt."""
-        return slice(self.prompt, self.prompt + self.prompt_tokens)
-
-    @property
-    def tail_span(self) -> slice:
-        """Tokens of all its completions."""
-        return slice(self.first, self.first + sum(self.tails))
 
 
 @dataclass(frozen=True)
@@ -122,11 +110,20 @@ def pack_rows(
         groups.setdefault(trajectory.condition_of_row[row], []).append(row)
     prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
     tails = {row: actions[row][:-1] for row in rows}
-    builder = _Builder()
+    pieces: list[tuple[Tensor, Tensor]] = []  # ids and positions of each segment
+    segments: list[tuple[int, int]] = []
     ends, first_own = {}, {}
+
+    def add(ids: Tensor, position: int) -> int:
+        """Appends a segment whose first token has a position; gives the place of that token."""
+        start = sum(segments[-1]) if segments else 0
+        pieces.append((ids, torch.arange(position, position + len(ids))))
+        segments.append((start, len(ids)))
+        return start
+
     for condition, members in groups.items():
         alone = [tails[members[0]]] if len(members) == 1 else []
-        start = builder.add(torch.cat([prompts[condition], *alone]), position=0)
+        start = add(torch.cat([prompts[condition], *alone]), 0)
         ends[condition] = start + len(prompts[condition])
         first_own[members[0]] = ends[condition]
     shared = []
@@ -135,20 +132,17 @@ def pack_rows(
             continue
         length = len(prompts[condition])
         for row in members:
-            first_own[row] = builder.add(tails[row], position=length)
+            first_own[row] = add(tails[row], length)
         lengths = tuple(len(tails[row]) for row in members)
-        shared.append(Shared(ends[condition] - length, length, first_own[members[0]], lengths))
-    places = [
+        shared.append(Shared(slice(ends[condition] - length, ends[condition]), first_own[members[0]], lengths))
+    predicting = [
         _predicting(ends[trajectory.condition_of_row[row]] - 1, first_own[row], len(actions[row])) for row in rows
     ]
-    layout = Layout(
-        _runs(builder.segments, device),
-        tuple(group for group in shared if any(group.tails)),
-        tuple(windows),
-        tuple(builder.segments),
-    )
-    ids, positions = torch.cat(builder.ids), torch.cat(builder.positions)
-    return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(places).to(device), layout)
+    alike = like_lengths([tokens for _, tokens in segments])
+    runs = tuple(_run([segments[place] for place in places], device) for places in alike)
+    layout = Layout(runs, tuple(group for group in shared if any(group.tails)), tuple(windows), tuple(segments))
+    ids, positions = map(torch.cat, zip(*pieces, strict=True))
+    return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(predicting).to(device), layout)
 
 
 def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
@@ -157,35 +151,10 @@ def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layou
     return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
 
 
-class _Builder:
-    """Collects segments end to end."""
-
-    def __init__(self) -> None:
-        self.ids: list[Tensor] = []
-        self.positions: list[Tensor] = []
-        self.segments: list[tuple[int, int]] = []
-        self._tokens = 0
-
-    def add(self, ids: Tensor, *, position: int) -> int:
-        """Appends a segment whose first token has a position; gives the place of that token."""
-        start = self._tokens
-        self.ids.append(ids)
-        self.positions.append(torch.arange(position, position + len(ids)))
-        self.segments.append((start, len(ids)))
-        self._tokens += len(ids)
-        return start
-
-
 def _predicting(last_of_prompt: int, first: int, length: int) -> Tensor:
     """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
     own = torch.arange(first, first + max(0, length - 1))
     return torch.cat([torch.full((min(1, length),), last_of_prompt), own])
-
-
-def _visible(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """Gives which positions see which: themselves, and those at most ``window - 1`` before them."""
-    distance = queries[:, None] - keys[None]
-    return (distance >= 0) & (distance < window)
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -199,19 +168,14 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _runs(segments: Sequence[tuple[int, int]], device: torch.device) -> tuple[Run, ...]:
-    """Sorts segments (first token, tokens), in the order of their tokens, into runs of like length."""
-    found = like_lengths([tokens for _, tokens in segments])
-    return tuple(_run([segments[place] for place in places], device) for places in found)
-
-
 def _run(members: Sequence[tuple[int, int]], device: torch.device) -> Run:
+    """Gives segments of like length (first token, tokens), in the order of their tokens."""
     first, width = members[0]
     if all(member == (first + index * width, width) for index, member in enumerate(members)):
         return Run(len(members), width, first)
     tokens = torch.cat([torch.arange(start, start + length) for start, length in members])
     places = torch.cat([torch.arange(length) + index * width for index, (_, length) in enumerate(members)])
-    return Run(len(members), width, None, tokens.to(device), places.to(device))
+    return Run(len(members), width, first, (tokens.to(device), places.to(device)))
 
 
 # ------------------------------------------------------------------ attention among packed rows
@@ -253,28 +217,30 @@ def packed_attention(
     scope = _SCOPE.get()
     if scope is None:
         raise AssertionError("set only inside attending")
-    layout = scope[1]
     unknown = ["a mask of the model's own"] if attention_mask is not None else []
     unknown += ["biases by position"] if options.get("position_bias") is not None else []
     unknown += ["dropout"] if dropout else []
     unknown += ["tokens that come later"] if not getattr(module, "is_causal", True) else []
     if unknown:
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
-    window = _window(module, layout, options.get("sliding_window"))
-    scoring = _Scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, options.get("softcap"))
+    window = _window(module, scope[1], options.get("sliding_window"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = _Call(scope[1], scale, options.get("softcap"), window)
     by_row = fixed_tiles_on()  # there each keeps its own type, as where rows are read alone or decoded
     typed = (query, key, value) if by_row else _of_one_type(query, key, value)
     parts = [part.transpose(1, 2).flatten(0, 1) for part in typed]
     attention = _AttentionByRow if by_row else _Attention
-    packed: Tensor = attention.apply(*parts, options.get("s_aux"), layout, window, scoring)  # type: ignore[no-untyped-call]
+    packed: Tensor = attention.apply(*parts, options.get("s_aux"), call)  # type: ignore[no-untyped-call]
     return packed.view(query.shape[0], -1, *packed.shape[1:]), None
 
 
-class _Scoring(NamedTuple):
-    """How scores are made of queries and keys: a factor, and what they are soft-capped at, None for nothing."""
+class _Call(NamedTuple):
+    """What a layer asks of its attention besides queries, keys and values."""
 
-    scale: float
-    softcap: float | None
+    layout: Layout  # who sees whom
+    scale: float  # factor on the product of query and key
+    soft_cap: float | None  # what scores are soft-capped at, None for nothing
+    window: int | None  # keys that a query sees, itself and those before it; None for all
 
 
 class _Attention(torch.autograd.Function):
@@ -285,46 +251,37 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layout: Layout,
-        window: int | None,
-        scoring: _Scoring,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         target = target_of(query)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
-        lse = torch.empty(query.shape[:2], dtype=widened(query), device=query.device)
-        for run in layout.runs:
-            out_part, lse_part = attend(_own_part(run, (query, key, value), window, scoring), target)
+        lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+        for run in call.layout.runs:
+            out_part, lse_part = attend(_own_part(run, (query, key, value), call), target)
             run.put(out, out_part)
             run.put(lse, lse_part)
-        for shared in layout.shared:
-            for part, rows, _ in _prompt_parts(shared, (query, key, value), window, scoring):
+        for shared in call.layout.shared:
+            for part, rows, _ in _prompt_parts(shared, (query, key, value), call):
                 out_part, lse_part = attend(part, target)
                 _join(out[rows], lse[rows], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
         if sinks is not None:
             _join(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.layout, ctx.window, ctx.scoring, ctx.target = layout, window, scoring, target
+        ctx.call, ctx.target = call, target
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse = ctx.saved_tensors
-        layout, inputs = ctx.layout, (query, key, value)
+        layout, inputs = ctx.call.layout, (query, key, value)
         grads = [part.new_empty(part.shape) for part in inputs]
         for run in layout.runs:
             joined = Joined(run.take(grad), run.take(out), run.take(lse))
-            part = _own_part(run, inputs, ctx.window, ctx.scoring)
+            part = _own_part(run, inputs, ctx.call)
             for whole, share in zip(grads, attend_backward(part, joined, ctx.target), strict=True):
                 run.put(whole, share)
         for shared in layout.shared:
-            for part, rows, keys in _prompt_parts(shared, inputs, ctx.window, ctx.scoring):
+            for part, rows, keys in _prompt_parts(shared, inputs, ctx.call):
                 joined = Joined(*(whole[rows].transpose(0, 1)[None] for whole in (grad, out, lse)))
                 shares = attend_backward(part, joined, ctx.target)
                 for whole, span, share in zip(grads, (rows, keys, keys), shares, strict=True):
@@ -333,32 +290,23 @@ class _Attention(torch.autograd.Function):
         if sinks is not None:
             weights = (sinks.to(lse.dtype) - lse).exp()
             of_sinks = -(weights * (grad * out).sum(-1, dtype=lse.dtype)).sum(0).to(sinks.dtype)
-        return *grads, of_sinks, None, None, None
+        return *grads, of_sinks, None
 
 
 class _AttentionByRow(torch.autograd.Function):
     """Each segment alone, a completion behind its prompt, so that no bit depends on what else is packed."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        layout: Layout,
-        window: int | None,
-        scoring: _Scoring,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         out = value.new_empty(*query.shape[:2], value.shape[-1])
-        lse = torch.empty(query.shape[:2], dtype=widened(query), device=query.device)
-        for own, prompt in _segments_alone(layout):
-            sight = _sight(own, prompt, window, scoring, query.device)
+        lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
+        for own, prompt in _segments_alone(call.layout):
+            sight = _sight(own, prompt, call, query.device)
             asked, keys, values = _one_row(own, prompt, query, key, value)
             mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
             out[own], lse[own] = mixed[0].transpose(0, 1), sums[0].T
         ctx.save_for_backward(query, key, value, sinks, out, lse)
-        ctx.layout, ctx.window, ctx.scoring = layout, window, scoring
+        ctx.call = call
         return out
 
     @staticmethod
@@ -367,8 +315,8 @@ class _AttentionByRow(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-        for own, prompt in _segments_alone(ctx.layout):
-            sight = _sight(own, prompt, ctx.window, ctx.scoring, query.device)
+        for own, prompt in _segments_alone(ctx.call.layout):
+            sight = _sight(own, prompt, ctx.call, query.device)
             asked, keys, values = _one_row(own, prompt, query, key, value)
             slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
             of_query, of_key, of_value, _, of_sinks = fixed_split.gradients(
@@ -382,7 +330,7 @@ class _AttentionByRow(torch.autograd.Function):
             if d_sinks is not None and of_sinks is not None:
                 d_sinks += of_sinks
         of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None, None, None
+        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None
 
 
 def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
@@ -391,7 +339,7 @@ def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
     for shared in layout.shared:
         start = shared.first
         for tail in shared.tails:
-            behind[start] = shared.prompt_span
+            behind[start] = shared.prompt
             start += tail
     for start, length in layout.segments:
         if length:
@@ -404,32 +352,31 @@ def _one_row(own: slice, prompt: slice, query: Tensor, key: Tensor, value: Tenso
     return query[own].transpose(0, 1)[None], keys, values
 
 
-def _sight(own: slice, prompt: slice, window: int | None, scoring: _Scoring, device: torch.device) -> fixed_split.Sight:
+def _sight(own: slice, prompt: slice, call: _Call, device: torch.device) -> fixed_split.Sight:
     first, tokens, visible = prompt.stop - prompt.start, own.stop - own.start, None
-    if window is not None and window < first + tokens:
+    if call.window is not None and call.window < first + tokens:
         slots = torch.arange(first + tokens, device=device)
-        visible = _visible(slots[first:], slots, window)[None, None]
-    return fixed_split.Sight(scoring.scale, scoring.softcap, visible, first)
+        distance = slots[first:, None] - slots[None]
+        visible = ((distance >= 0) & (distance < call.window))[None, None]
+    return fixed_split.Sight(call.scale, call.soft_cap, visible, first)
 
 
-def _own_part(run: Run, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring) -> Part:
+def _own_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
     """Gives the part of segments that see themselves."""
     query, key, value = map(run.take, inputs)
-    return Part(query, key, value, *scoring, first=0, window=window)
+    return Part(query, key, value, call.scale, call.soft_cap, first=0, window=call.window)
 
 
-def _prompt_parts(
-    shared: Shared, inputs: tuple[Tensor, ...], window: int | None, scoring: _Scoring
-) -> Iterator[tuple[Part, slice, slice]]:
+def _prompt_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
     """Gives the parts of a prompt that its completions see, each with the tokens of its queries and of its keys.
 
     All their tokens are one segment of queries, unless a window hides some of the prompt from them: then each
     completion has a part of its own, of the tokens and the keys that it does not hide altogether.
     """
-    prompt, tokens = shared.prompt_span, shared.prompt_tokens
+    prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
     spans: list[tuple[slice, slice, int | None]] = []
     if window is None or window >= tokens + max(shared.tails):
-        spans.append((shared.tail_span, prompt, None))
+        spans.append((slice(shared.first, shared.first + sum(shared.tails)), prompt, None))
     else:
         start = shared.first
         for tail in shared.tails:
@@ -442,7 +389,7 @@ def _prompt_parts(
             whole[span].transpose(0, 1)[None]
             for whole, span in zip(inputs, (rows_span, keys_span, keys_span), strict=True)
         )
-        yield Part(query, key, value, *scoring, first=first, window=window), rows_span, keys_span
+        yield Part(query, key, value, call.scale, call.soft_cap, first, window), rows_span, keys_span
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:

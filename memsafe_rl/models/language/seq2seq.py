@@ -29,24 +29,22 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.by_transformers import Choose, generate_plainly
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
     biased_modules,
     biases_left_out,
     shared_prefix_attention,
 )
-from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, layer_windows
-from memsafe_rl.models.geometry import decoder_config
+from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
+from memsafe_rl.models.geometry import decoder_config, layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
-    ScoringPath,
     in_its_numerics,
     is_encoder_decoder,
     language_model_of,
-    logit_maps,
+    padding_mask,
     predicting_states,
 )
 from memsafe_rl.models.module_state import attention_configs, replaced
@@ -75,27 +73,26 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
-        lm = seq2seq_of(model)
+        lm = language_model_of(model)
+        if not is_encoder_decoder(lm):
+            raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
         windows = layer_windows(decoder_config(lm))
         if windows is None or lm.get_output_embeddings() is None:
             raise ConfigError(
                 f"{type(lm).__name__} has no head for tokens, or layers that are no attention, so that it cannot draw "
                 "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
             )
-        copy = None if reference_model is None else Seq2SeqAdapter(reference_model, pad_token_id=pad_token_id)
         super().__init__(
             model,
             lm,
             pad_token_id=pad_token_id,
-            path=ScoringPath(Route.MASKED, logit_maps(lm.config)[0]),
+            routes=(Route.MASKED,),
             joins=True,
-            cross_layers=len(windows),
-            start_token_id=start_token_of(lm),
-            reference_adapter=copy,
+            reference_model=reference_model,
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._biased = biased_modules(lm.get_decoder())
-        self._windows = windows
+        self._windows, self._cross_layers, self.start_token_id = windows, len(windows), start_token_of(lm)
         obstacle = "its positions are read from a table" if hasattr(lm.get_decoder(), "embed_positions") else None
         obstacle = "its layers have biases of their own" if len(self._biased) > 1 else obstacle
         self._step = Compiled(lm.get_decoder().forward, type(lm).__name__, obstacle)
@@ -114,8 +111,6 @@ class Seq2SeqAdapter(LanguageAdapter):
     @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:  # noqa: ARG002
         """Reads prompts, and the decoder's start token after each."""
-        if not self.path.decodes:
-            raise AssertionError("rows of this network are decoded by memsafe_rl.rollout.native.by_transformers")
         lengths = [int(prompt.shape[0]) for prompt in prompts]
         hidden_PLD, mask_PL = self._encoded(prompts)
         own, cross = (SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
@@ -147,27 +142,6 @@ class Seq2SeqAdapter(LanguageAdapter):
             claim(Component.LOGITS, [output.logits])
             pieces.append(output.logits[0, : trajectory.actions.lengths[row]])
         return torch.cat(pieces)
-
-    def decode_plainly(
-        self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
-    ) -> None:
-        """Has transformers' `generate` decode rows of one length."""
-        prompts_BL, drawn_BN = ids_BL[:, :prompt_tokens], ids_BL[:, prompt_tokens:]
-        start_B1 = ids_BL.new_full((len(ids_BL), 1), self.start_token_id)
-        generate_plainly(
-            self.lm,
-            prompts_BL,
-            choose,
-            max_new_tokens=max_new_tokens,
-            cached=cached,
-            decoder_ids_BN=torch.cat([start_B1, drawn_BN], 1),
-        )
-
-    def candidate_paths(self) -> Iterator[ScoringPath]:
-        """Gives the ways of scoring: the stacks and then the head, or the whole model."""
-        maps = logit_maps(self.lm.config)
-        yield from (ScoringPath(Route.MASKED, logit_map) for logit_map in maps)
-        yield ScoringPath(Route.WHOLE, maps[0])
 
     def measure_cache(self, state: DecodeState) -> None:
         """Notes the bytes of a token in the decoder's layers; a prompt's token has as many in cross-attention."""
@@ -230,10 +204,8 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def _mask(self, lengths: Sequence[int]) -> Tensor | None:
         """Gives the mask (P, L) of padded prompts; None without padding."""
-        if min(lengths) == max(lengths):
-            return None
-        ends_P1 = torch.tensor(lengths, device=self.device)[:, None]
-        return (torch.arange(max(lengths), device=self.device) < ends_P1).long()
+        alike = min(lengths) == max(lengths)
+        return None if alike else padding_mask(lengths, max(lengths), self.device)
 
     @in_its_numerics
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
@@ -295,13 +267,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
 
 def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
-    """Compares an adapter's own paths with its model's logits, and takes a plain path where scoring differs.
-
-    Two short rows of unequal length go both ways. The first scoring path that agrees is kept: the stacks with each
-    reading of the config's logit scale, else the whole model row by row, which one warning logs. A frozen
-    reference copy takes the same path. The bytes of the cache go into the geometry. Where decoding differs,
-    transformers' `generate` decodes instead, with a cache or without, which is logged too.
-    """
+    """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
     agreement.settle(adapter, _settle_decoding)
 
 
@@ -312,14 +278,6 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
         alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
         alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
         agreement.settle_generate(adapter, alike, alike_MV, reason)
-
-
-def seq2seq_of(model: nn.Module) -> Any:
-    """Gives the transformers encoder-decoder inside a model, LoRA layers in place."""
-    lm = language_model_of(model)
-    if not is_encoder_decoder(lm):
-        raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
-    return lm
 
 
 def start_token_of(lm: Any) -> int:

@@ -63,19 +63,19 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     ratios = _ratios(inputs, settings)
     losses = _losses(loss, ratios)
     if settings.off_policy_mask_threshold is not None:
-        losses = losses * off_policy_mask(inputs, ratios, settings.off_policy_mask_threshold)
+        losses = losses * _off_policy_mask(inputs, ratios, settings.off_policy_mask_threshold)
     if inputs.entropy_mask_BT is not None:
         losses = losses * inputs.entropy_mask_BT
     if inputs.importance_weights_BT is not None and not loss.traits.weighs_sampler:
         losses = losses * inputs.importance_weights_BT
-    kl_BT = reference_kl(inputs, ratios) if settings.beta != 0.0 else None
+    kl_BT = _reference_kl(inputs, ratios) if settings.beta != 0.0 else None
     if kl_BT is not None:
         losses = losses + settings.beta * kl_BT
     how, slots = loss.traits.aggregation, settings.max_completion_length
-    policy_share = aggregate(how, losses, inputs.mask_BT, _row_counts(inputs), denominators, slots)
+    policy_share = _aggregate(how, losses, inputs.mask_BT, _row_counts(inputs), denominators, slots)
     share = policy_share
     if inputs.entropy_coef != 0.0:
-        share = share - inputs.entropy_coef * entropy_bonus(inputs, denominators)
+        share = share - inputs.entropy_coef * _entropy_bonus(inputs, denominators)
     with torch.no_grad():
         measures = loss.measure(ratios)
         if not isinstance(measures, Measures):
@@ -104,22 +104,11 @@ def needs_whole_rows(settings: LossSettings) -> list[str]:
     return [name for name, is_needed in whole.items() if is_needed]
 
 
-def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
-    """Gives the KL to the reference per action, (B, T), nats: k3, times the ratio under ``use_bias_correction_kl``.
+def _reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
+    """Gives the KL to the reference per action, (B, T), nats, with gradient.
 
-    ``exp(d) - d - 1`` with ``d = log pi_ref - log pi`` (Schulman 2020, "Approximating KL Divergence"); the ratio makes
-    it and its gradient unbiased when the old network sampled (DeepSeek-V3.2, arXiv:2512.02556). A KL in closed form
-    is an expectation already, so that it takes the place of both as it is.
-
-    Args:
-        inputs: the micro-batch.
-        ratios: its ratios.
-
-    Returns:
-        (B, T), nats, with gradient.
-
-    Raises:
-        ConfigError: If there are neither reference log-probs nor a KL in closed form.
+    The ratio makes k3 and its gradient unbiased when the old network sampled. A KL in closed form is an expectation
+    already, so that it takes the place of both as it is.
     """
     if inputs.kl_BT is not None:
         return inputs.kl_BT
@@ -131,19 +120,11 @@ def reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
     return kl_BT * ratios.ratio if ratios.settings.use_bias_correction_kl else kl_BT
 
 
-def off_policy_mask(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
+def _off_policy_mask(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
     """Drops rows of negative advantage that the model has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
-    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``. A NaN log-prob of the sampler counts as no
-    difference.
-
-    Args:
-        inputs: the micro-batch; without the sampler's log-probs the old ones serve.
-        ratios: its ratios.
-        threshold: nats per action.
-
-    Returns:
-        (B, 1) or (B, T) like the advantages, 1 where kept.
+    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``, (B, 1) or (B, T) like the advantages. A NaN
+    log-prob of the sampler counts as no difference; without the sampler's log-probs the old ones serve.
     """
     if inputs.sampling_logprobs_BT is None:
         gap_BT = -ratios.log_ratio_BT.detach()
@@ -215,19 +196,8 @@ def _row_counts(inputs: LossInputs) -> Tensor:
     return inputs.mask_BT.sum(1) if inputs.row_counts_B is None else inputs.row_counts_B
 
 
-def entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
-    """Gives a micro-batch's share of the step's mean entropy over the actions that the policy loss acts on.
-
-    Args:
-        inputs: the micro-batch, with entropies.
-        denominators: counts over the whole step.
-
-    Returns:
-        Scalar, nats, with gradient.
-
-    Raises:
-        ConfigError: If there are no entropies.
-    """
+def _entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
+    """Gives a micro-batch's share of the step's mean entropy, nats, over the actions that the policy loss acts on."""
     if inputs.entropies_BT is None:
         raise ConfigError(
             f"`entropy_coef` is {inputs.entropy_coef} but entropies were not computed. Compute them, or set it to 0."
@@ -356,7 +326,7 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Rati
 # ------------------------------------------------------------------ aggregation
 
 
-def aggregate(
+def _aggregate(
     how: str, losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, slots: int
 ) -> Tensor:
     """Gives a micro-batch's share of the step's loss.
@@ -364,18 +334,7 @@ def aggregate(
     - ``token-mean``: ``sum l / N_tokens`` (DAPO, arXiv:2503.14476, eq. 8);
     - ``seq-mean-token-mean``: ``sum_b (1 / |o_b|) sum_t l / N_rows`` (GRPO, arXiv:2402.03300, eq. 3);
     - ``seq-mean-token-sum``: ``sum l / N_rows`` (LUSPO, arXiv:2602.05261: a row of one ratio weighs by its length);
-    - ``seq-mean-token-sum-norm``: ``sum l / (N_rows · slots)`` (Dr. GRPO, arXiv:2503.20783).
-
-    Args:
-        how: one of `AGGREGATIONS`.
-        losses: (B, T|1).
-        mask_BT: (B, T), 1 where an action counts.
-        counts_B: (B,), counted actions of each whole row.
-        denominators: counts over the whole step and all ranks.
-        slots: actions that a row has room for.
-
-    Returns:
-        Scalar.
+    - ``seq-mean-token-sum-norm``: ``sum l / (N_rows · slots)``, slots that a row has (Dr. GRPO, arXiv:2503.20783).
     """
     rows, tokens = max(denominators.rows, 1), max(denominators.tokens, 1)
     if how == "seq-mean-token-mean":
@@ -458,10 +417,5 @@ def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
 
 
 def register_clipped_loss(name: str, traits: LossTraits) -> None:
-    """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone.
-
-    Args:
-        name: its name in the configuration.
-        traits: levels, separability and aggregation.
-    """
+    """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone."""
     register_loss(Loss(name, clipped_surrogate, traits, measure_clipping, CLIPPING_METRICS))

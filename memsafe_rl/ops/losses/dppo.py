@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,54 +19,19 @@ from memsafe_rl.ops.losses.core import (
 )
 
 
-def dppo_surrogate(ratios: Ratios) -> Tensor:
-    """DPPO-Binary-TV, ``-sg(M min(r, delta)) A log pi`` (arXiv:2602.04879).
+def beyond_tv(ratios: Ratios) -> tuple[Tensor, Tensor]:
+    """Marks what DPPO-Binary-TV holds back (arXiv:2602.04879): tokens that have already moved too far.
 
-    ``M = 0`` where the token has already moved too far in the direction of its advantage: ``A > 0`` and
-    ``p - p_old > epsilon_high``, or ``A < 0`` and ``p - p_old < -epsilon_low``; p is the token's probability, so that
-    |p - p_old| is the total variation between the two-point distributions "this token, or another".
-
-    Args:
-        ratios: the micro-batch.
-
-    Returns:
-        (B, T).
-    """
-    return _surrogate(ratios, *_beyond_tv(ratios))
-
-
-def dppo_kl_surrogate(ratios: Ratios) -> Tensor:
-    """DPPO-Binary-KL, `dppo_surrogate` with another M (arXiv:2602.04879).
-
-    ``M = 0`` where ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` exceeds ``epsilon_high`` with
-    ``A > 0`` and ``p > p_old``, or ``epsilon_low`` with ``A < 0`` and ``p < p_old``; nats.
+    ``A > 0`` and ``p - p_old > epsilon_high``, or ``A < 0`` and ``p - p_old < -epsilon_low``; p is the token's
+    probability, so that |p - p_old| is the total variation between the two-point distributions "this token, or
+    another".
 
     Args:
         ratios: the micro-batch.
 
     Returns:
-        (B, T).
+        (B, T) bool each, too far down and too far up.
     """
-    return _surrogate(ratios, *_beyond_kl(ratios))
-
-
-def measure_dppo(ratios: Ratios) -> Measures:
-    """Counts the tokens that `dppo_surrogate` holds back, as `count_marks` does."""
-    return count_marks(ratios, *_beyond_tv(ratios))
-
-
-def measure_dppo_kl(ratios: Ratios) -> Measures:
-    """Counts the tokens that `dppo_kl_surrogate` holds back, as `count_marks` does."""
-    return count_marks(ratios, *_beyond_kl(ratios))
-
-
-def _surrogate(ratios: Ratios, low: Tensor, high: Tensor) -> Tensor:
-    weights = bounded_ratio(ratios).detach() * ~(low | high)
-    return -weights * ratios.advantages * ratios.logprobs_BT
-
-
-def _beyond_tv(ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """Marks tokens that moved too far down, and too far up, (B, T) each."""
     settings = ratios.settings
     logprobs_BT, old_BT = _both(ratios)
     moved_BT = logprobs_BT.exp() - old_BT.exp()
@@ -72,7 +39,18 @@ def _beyond_tv(ratios: Ratios) -> tuple[Tensor, Tensor]:
     return low, (moved_BT > settings.epsilon_high) & (ratios.advantages > 0)
 
 
-def _beyond_kl(ratios: Ratios) -> tuple[Tensor, Tensor]:
+def beyond_kl(ratios: Ratios) -> tuple[Tensor, Tensor]:
+    """Marks what DPPO-Binary-KL holds back (arXiv:2602.04879), as `beyond_tv` does.
+
+    ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` exceeds ``epsilon_high`` with ``A > 0`` and
+    ``p > p_old``, or ``epsilon_low`` with ``A < 0`` and ``p < p_old``; nats.
+
+    Args:
+        ratios: the micro-batch.
+
+    Returns:
+        (B, T) bool each, too far down and too far up.
+    """
     settings = ratios.settings
     logprobs_BT, old_BT = _both(ratios)
     others_BT, old_others_BT = torch.expm1(logprobs_BT).abs(), torch.expm1(old_BT).abs()
@@ -88,6 +66,20 @@ def _both(ratios: Ratios) -> tuple[Tensor, Tensor]:
     return logprobs_BT, logprobs_BT - ratios.log_ratio_BT.detach()
 
 
-_TRAITS = LossTraits(("token",), separable=True, tokens_only=True)
-register_loss(Loss("dppo", dppo_surrogate, _TRAITS, measure_dppo, CLIPPING_METRICS))
-register_loss(Loss("dppo_kl", dppo_kl_surrogate, _TRAITS, measure_dppo_kl, CLIPPING_METRICS))
+def _register(name: str, beyond: Callable[[Ratios], tuple[Tensor, Tensor]]) -> None:
+    """Makes known ``-sg(M min(r, delta)) A log pi``, (B, T); M is 0 where a token is marked, which is measured."""
+
+    def surrogate(ratios: Ratios) -> Tensor:
+        low, high = beyond(ratios)
+        weights = bounded_ratio(ratios).detach() * ~(low | high)
+        return -weights * ratios.advantages * ratios.logprobs_BT
+
+    def measure(ratios: Ratios) -> Measures:
+        return count_marks(ratios, *beyond(ratios))
+
+    traits = LossTraits(("token",), separable=True, tokens_only=True)
+    register_loss(Loss(name, surrogate, traits, measure, CLIPPING_METRICS))
+
+
+_register("dppo", beyond_tv)
+_register("dppo_kl", beyond_kl)

@@ -17,6 +17,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache, SharedPrefixState
+from memsafe_rl.models.module_state import peft_adapters_on, weights_mark
 from memsafe_rl.rollout.engine import LiveKeys
 from memsafe_rl.types import SequenceKey
 
@@ -61,7 +62,7 @@ class KeptCaches:
         """Gives the rows that a network can resume as it is now, and frees those of episodes that are over."""
         if not adapter.kv_retention:
             return None
-        reader, weights = (adapter, adapter.peft_adapters_on()), adapter.weights_mark()
+        reader, weights = (adapter, peft_adapters_on(adapter.model)), weights_mark(adapter.model)
         if self._weights.get(reader) != weights:
             self._rows.setdefault(reader, {}).clear()
         self._weights[reader] = weights

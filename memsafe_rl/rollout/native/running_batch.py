@@ -183,7 +183,7 @@ class _RunningBatch:
             alike = [one for one in alike if one.prompt == template.prompt]
         shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
         candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
-        held = 0 if self._state is None else self._state.prompt_bytes()
+        held = sum(block.nbytes() for block in self._blocks())
         count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
         return alike[:count]
 
@@ -311,7 +311,8 @@ class _RunningBatch:
         fresh = sum(1 for one in self._sequences if one.prompt == prompts[0] and not one.ids and not one.ended)
         parted = len(prompts) == 1 and fresh > len(wave) and self._adapter.joins
         self._template = _Template(prompts[0], logits_PV, state) if parted else None
-        state.keep_whole(parted)
+        for block in state.prompt_blocks():
+            block.kept_whole = parted
 
     def _is_due(self) -> bool:
         """Whether rows should leave before the next step; none may idle past its longest length."""

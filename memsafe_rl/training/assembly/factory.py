@@ -184,7 +184,7 @@ def build_setup(
         adapter = models.adapt(loaded)
         recovery.repeat(Stage.LOAD, check, config, models, adapter)
         advantages = _advantages(inputs, machine, adapter, check)
-        adapter.release_weights()
+        adapter.host_weights.release()
     engine = engine_for(config, models.own_engine, adapter, recovery.tracker)
     check_sampler(config, is_external=engine.supports.is_external or draw_rollout is not None)
     sampling = models.sampling_settings(adapter)
@@ -215,8 +215,7 @@ def build_setup(
     )
     if config.sharded and isinstance(machine.parallel, Replicas):
         setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
-    machine.holdings.networks = setup.networks
-    machine.holdings.resident_blocks = partial(getattr, adapter, "resident_blocks")
+    machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.host_weights.resident
     return setup
 
 

@@ -90,12 +90,13 @@ class LanguageModels(ModelFactory):
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:
         """Wraps a model by its family."""
         pad = self.tokenizer.pad_token_id
-        images = None
+        inputs = None
         if self._image_reader is not None:
             images = ImagePrompts(language_model_of(loaded.model), dtype=self._config.autocast_dtype)
             self._image_reader.attach(images)
+            inputs = images.of
         adapter: ModelAdapter = adapter_for(
-            loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=images
+            loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=inputs
         )
         self._settle_numerics(adapter)
         if self._balance_coef:

@@ -147,7 +147,7 @@ def test_a_prompt_is_kept_once_for_its_group() -> None:
     adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD)
     _, state = adapter.prefill(prompts_of((5, 9)))
     prompt_bytes = 2 * adapter.geometry.kv_bytes(9)
-    assert state.nbytes() == state.prompt_bytes() == prompt_bytes
+    assert state.nbytes() == sum(block.nbytes() for block in state.prompt_blocks()) == prompt_bytes
     state = state.select([0, 1, 1])
     assert state.nbytes() == prompt_bytes
     adapter.decode_step(state, torch.tensor([4, 5, 6]))

@@ -15,8 +15,14 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from benchmarks.launches import Operators, counted, ours, per_token, prompts_of, sampler_operators
 from benchmarks.small import small_qwen3, small_t5
-from memsafe_rl.models.decoding import shared_prefix_attention, short_rotations
-from memsafe_rl.models.decoding.short_norms import norms_of, short_norms
+from memsafe_rl.models.decoding import shared_prefix_attention
+from memsafe_rl.models.decoding.few_operators import (
+    norms_of,
+    rotates_halves,
+    rotations_of,
+    short_norms,
+    short_rotations,
+)
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.ops.fixed_tiles import fixed_tiles
 
@@ -51,9 +57,9 @@ def test_short_rotations_are_the_networks_own(dtype: torch.dtype) -> None:
     q, k = (torch.randn(3, heads, 2, 16, generator=dice).to(dtype) for heads in (4, 2))
     cos, sin = (torch.rand(3, 2, 16, generator=dice).to(dtype) for _ in range(2))
     own = modeling_qwen3.apply_rotary_pos_emb
-    files = short_rotations.rotations_of(small_qwen3(64))
+    files = rotations_of(small_qwen3(64))
     assert files == (modeling_qwen3,)
-    with short_rotations.short_rotations(files):
+    with short_rotations(files):
         assert modeling_qwen3.apply_rotary_pos_emb is not own
         found = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)
         narrow = modeling_qwen3.apply_rotary_pos_emb
@@ -77,7 +83,7 @@ def test_where_bits_count_short_rotations_round_as_the_network_does(dtype: torch
             return list(modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)), operators.counts.total()
 
     own, most = rotate()
-    with short_rotations.short_rotations((modeling_qwen3,)), fixed_tiles(tiled):
+    with short_rotations((modeling_qwen3,)), fixed_tiles(tiled):
         rotate_once, _ = rotate()  # the sines are turned round once for all layers
         again, count = rotate()
     assert count < most
@@ -87,7 +93,7 @@ def test_where_bits_count_short_rotations_round_as_the_network_does(dtype: torch
 
 
 def test_rotations_of_neighbours_are_left_alone() -> None:
-    assert not short_rotations._agrees(modeling_gptj.apply_rotary_pos_emb)
+    assert not rotates_halves(modeling_gptj.apply_rotary_pos_emb)
 
 
 @pytest.mark.parametrize("build", [small_qwen3, small_t5])

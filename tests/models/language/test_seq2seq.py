@@ -205,7 +205,7 @@ def test_a_prompt_is_kept_once_for_its_group() -> None:
     _, state = adapter.prefill(prompts_of((5, 9)))
     prompt_bytes = 2 * geometry.prompt_kv_bytes(9)
     assert prompt_bytes == 2 * (9 * geometry.source_bytes + geometry.kv_bytes(1))
-    assert state.nbytes() == state.prompt_bytes() == prompt_bytes
+    assert state.nbytes() == sum(block.nbytes() for block in state.prompt_blocks()) == prompt_bytes
     state = state.select([0, 1, 1])
     assert state.nbytes() == prompt_bytes
     adapter.decode_step(state, torch.tensor([4, 5, 6]))

@@ -37,7 +37,7 @@ SEVERAL = (prompt((4, 4)), prompt((4, 8), (8, 4), seed=1), prompt((6, 4), (2, 2)
 def adapter_of(model: Any) -> tuple[CausalLMAdapter, ImagePrompts]:
     """Wraps and checks a network."""
     images = ImagePrompts(model)
-    adapter = CausalLMAdapter(model, pad_token_id=0, inputs=images)
+    adapter = CausalLMAdapter(model, pad_token_id=0, inputs=images.of)
     check_head(adapter)
     assert adapter.joins
     assert adapter.packs_prompts
