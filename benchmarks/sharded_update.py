@@ -70,7 +70,7 @@ def two_steps(model: Any, shape: dict[str, Any], memory: SimulatedMemory) -> int
 def forecast(shape: dict[str, Any]) -> int:
     """Forecasts the peak of one rank."""
     with fake_device() as memory:
-        memory.divide(parts_of(Sharding.FSDP, RANKS))
+        memory.ledger.divide(parts_of(Sharding.FSDP, RANKS))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config_of(shape)).eval()
         with charge(Component.WEIGHTS):

@@ -231,7 +231,7 @@ def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
         told.addFilter(silent)
     try:
         with fake_device(_UNLIMITED_BYTES, stands_for=dry.device) as memory:
-            memory.divide(dry.shared.parts)
+            memory.ledger.divide(dry.shared.parts)
             yield memory
     finally:
         for told in silenced:

@@ -6,7 +6,7 @@ work in, a leaner plan out, or None at the bottom.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -64,6 +64,9 @@ class Fallback:
     # gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can take
     # because it changes the work itself
     step: Step | None = None
+    # a shorter one where a plan is chosen: three quarters of a micro-batch may fit where half overshoots. After a
+    # failure, when nobody knows how far the estimate is off, halving finds a fit sooner.
+    fine_step: Step | None = None
 
     @property
     def lossless(self) -> bool:
@@ -80,14 +83,18 @@ def _set(name: str, value: Any) -> Step:
     return step
 
 
+def _halved(plan: Plan, name: str, size: int) -> Plan | None:
+    """Gives a plan half of a size, down to one."""
+    return replace(plan, **{name: size // 2}) if size > 1 else None
+
+
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     most = plan.logprob_tile
     if isinstance(work, UpdateWork):
         if work.geometry.unit is not None:
             return None  # there are no logits
-        most = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions
-    tile = min(plan.logprob_tile, most) // 2
-    return replace(plan, logprob_tile=tile) if tile >= 1 else None
+        most = min(most, measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions)
+    return _halved(plan, "logprob_tile", most)
 
 
 def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> UpdatePlan | None:
@@ -102,7 +109,7 @@ def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> Up
 
 def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
-    return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
+    return _halved(plan, "rows_in_flight", rows)
 
 
 def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
@@ -118,33 +125,30 @@ def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 
 def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     if not isinstance(work, RolloutWork):
-        return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
+        return _halved(plan, "prefill_tokens", plan.prefill_tokens)
     if work.geometry.unit is not None:
         return None  # its prompts are no tokens
     longest = max(work.prompt_tokens, default=1)
     prompts = -(-read_tokens(work, plan) // longest)
     if prompts > 1:
         return replace(plan, prefill_tokens=prompts // 2 * longest)
-    tokens = min(plan.prefill_tokens, longest) // 2
-    return replace(plan, prefill_tokens=tokens) if work.geometry.shares_prompts and tokens >= 1 else None
+    shares = work.geometry.shares_prompts
+    return _halved(plan, "prefill_tokens", min(plan.prefill_tokens, longest)) if shares else None
 
 
 def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
-    tokens = min(plan.score_tokens, _tokens_of(work) or plan.score_tokens) // 2
-    return replace(plan, score_tokens=tokens) if tokens >= 1 else None
+    most = 0  # tokens, or pairs, of all rows as long as the longest
+    if isinstance(work, RolloutWork):
+        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
+        most = work.rows * (prompt + work.max_new_tokens)
+    elif work is not None:
+        most = len(work.row_tokens) * max(work.row_tokens, default=0)
+    return _halved(plan, "score_tokens", min(plan.score_tokens, most or plan.score_tokens))
 
 
 def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
-    rows = min(plan.reward_rows, work.rows if isinstance(work, RolloutWork) else plan.reward_rows) // 2
-    return replace(plan, reward_rows=rows) if rows >= 1 else None
-
-
-def _tokens_of(work: Work) -> int:
-    """Tokens, or pairs, of all rows as long as the longest; 0 where the work is not known."""
-    if isinstance(work, RolloutWork):
-        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
-        return work.rows * (prompt + work.max_new_tokens)
-    return 0 if work is None else len(work.row_tokens) * max(work.row_tokens, default=0)
+    rows = min(plan.reward_rows, work.rows) if isinstance(work, RolloutWork) else plan.reward_rows
+    return _halved(plan, "reward_rows", rows)
 
 
 PARK = Fallback(
@@ -194,6 +198,7 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         "fewer rows a forward and backward, down to one: halves activations, costs speed; up to rounding",
         frozenset({Phase.UPDATE}),
         _smaller_micro_batch,
+        partial(_smaller_micro_batch, share=0.75),
     ),
     Fallback(
         "trajectory_device",
@@ -213,6 +218,7 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
         "each turn's context again; same tokens",
         SAMPLING,
         _set("kept_kv_bytes", 0),
+        _keep_half,
     ),
     Fallback(
         "rows_in_flight",
@@ -242,19 +248,6 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
     RESIDENT,
 )
 """Lossless fallbacks of a rollout, of scoring and of reward models."""
-
-_FINE: Mapping[str, Step] = {
-    "micro_batch_tokens": partial(_smaller_micro_batch, share=0.75),
-    "kept_kv_bytes": _keep_half,
-}
-FINE_STEPS: Mapping[str, Fallback] = {
-    fallback.name: replace(fallback, step=_FINE[fallback.name])
-    for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS)
-    if fallback.name in _FINE
-}
-"""Fallbacks by name whose steps are shorter where a plan is chosen: three quarters of a micro-batch may fit where half
-overshoots. After a failure, when nobody knows how far the estimate is off, halving finds a fit sooner."""
-
 
 LOSSY_RUNGS: tuple[Fallback, ...] = (
     Fallback(
@@ -417,11 +410,7 @@ class Room:
 
 def first_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room) -> Plan:
     """Goes down a ladder to the first plan that fits."""
-    if room.fits(start):
-        return start
-    plans: list[Plan] = [start]
-    plans.extend(walk(start, room.work, fallbacks))
-    return room.fitting(plans)[0][0]
+    return start if room.fits(start) else room.fitting([start, *walk(start, room.work, fallbacks)])[0][0]
 
 
 def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]) -> Plan:
@@ -438,13 +427,10 @@ def fastest_with_weights_away(
     start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]
 ) -> Plan:
     """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host."""
-    plans = [fastest_that_fits(start, fallbacks, room, time)]
-    if room.fits(plans[0]):
-        return plans[0]
-    lower = _fewer_resident(start, room.work)
-    while lower is not None:
-        plans.append(fastest_that_fits(lower, fallbacks, room, time))
-        lower = _fewer_resident(lower, room.work)
+    plan = fastest_that_fits(start, fallbacks, room, time)
+    if room.fits(plan):
+        return plan
+    plans = [plan, *(fastest_that_fits(lower, fallbacks, room, time) for lower in _down(RESIDENT, start, room.work))]
     return min((plan for plan in plans if room.fits(plan)), key=time, default=plans[-1])
 
 
@@ -465,28 +451,11 @@ def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback])
     if failure.budget_bytes and free > 0:
         target = min(target, free)
     held = frozen_bytes(failure.work, plan.resident_blocks)
-
-    def asks(step: Plan) -> int:
-        """What a step takes, less the weights that it sends to the host."""
-        sent = held - frozen_bytes(failure.work, step.resident_blocks)
-        return (extra_bytes(failure.phase, failure.work, step) or 0) - sent
-
-    return next((step for step in lower if asks(step) <= target), lower[-1])
-
-
-def floor(work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
-    """Says what the leanest lossless plan is predicted to hold, and who holds it."""
-    if isinstance(work, UpdateWork):
-        return _floor(UpdatePlan(), Phase.UPDATE, work, memory)
-    return _floor(RolloutPlan(), Phase.ROLLOUT, work, memory)
-
-
-def _floor(start: Plan, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
-    room = Room(phase, work, memory)
-    leanest = min(reachable(start, work, fallbacks_named(LOSSLESS, phase)), key=lambda plan: room.demand(plan))
-    predicted = with_prediction(leanest, work, memory).predicted_bytes
-    found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
-    return {"held": memory.live_bytes + _moved_bytes(leanest, work, memory), **found}
+    for step in lower:
+        sent = held - frozen_bytes(failure.work, step.resident_blocks)  # to the host
+        if (extra_bytes(failure.phase, failure.work, step) or 0) - sent <= target:
+            return step
+    return lower[-1]
 
 
 def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) -> Parts | None:
@@ -528,7 +497,13 @@ def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
     failures = [failure for failure in memory.failures if failure.phase in alike]
 
     def least(failed: Sequence[MemoryFailure]) -> float:
-        estimates = (_estimate(failure, work, memory) for failure in failed)
+        """What the leanest of some plans that failed was estimated to take."""
+        estimates = (
+            extra_bytes(one.phase, one.work or work, one.plan, _tile(memory))
+            if one.plan is not None and one.estimated_bytes is None
+            else one.estimated_bytes
+            for one in failed
+        )
         return min((estimate for estimate in estimates if estimate is not None), default=float("inf"))
 
     foreseen, own = least([one for one in failures if one.foreseen]), [one for one in failures if not one.foreseen]
@@ -538,10 +513,3 @@ def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
     known = least([failure for failure in own if failure.step == max(steps)])
     waits = max(0, memory.step - max(steps) - 1) // (_UNTROUBLED_STEPS * 2 ** (len(steps) - 1))
     return min(foreseen - 1, known - 1 if waits == 0 else known * 2 ** min(waits - 1, 64))
-
-
-def _estimate(failure: MemoryFailure, work: Work, memory: MemoryState) -> int | None:
-    """Gives what a plan that failed was estimated to take."""
-    if failure.plan is None or failure.estimated_bytes is not None:
-        return failure.estimated_bytes
-    return extra_bytes(failure.phase, failure.work or work, failure.plan, _tile(memory))

@@ -77,7 +77,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _MEMO.remember(key, func, args, kwargs, result)
             return result
         made, is_new = found
-        self._memory.see(made, is_new=is_new)
+        self._memory.ledger.see(made, is_new=is_new)
         return made
 
 
