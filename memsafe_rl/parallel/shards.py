@@ -127,14 +127,7 @@ class _Word:
 
 
 class ShardedWeights:
-    """Networks whose weights, gradients and optimizer states are divided among all ranks.
-
-    Args:
-        networks: language models with the layers of their adapters in place, each whole on the device; changed in
-            place.
-        ranks: the processes.
-        device: where the weights are.
-    """
+    """Networks whose weights, gradients and optimizer states are divided, in place, among all ranks."""
 
     divided = in_rounds = True
 

@@ -45,7 +45,7 @@ class HeadroomWatch:
         self._retries: int | None = None
 
     def observe(
-        self, *, step: int, peak_bytes: int, budget_bytes: int, allocator_retries: int = 0
+        self, step: int, peak_bytes: int, budget_bytes: int, allocator_retries: int = 0
     ) -> list[dict[str, Any]]:
         """Compares a step with the one before."""
         events = []

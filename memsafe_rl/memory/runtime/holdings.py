@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +15,6 @@ from memsafe_rl.memory.simulated.ledger import storages_of
 from memsafe_rl.types import Component
 
 
-def _nothing() -> list[Tensor]:
-    return []
-
-
 @dataclass
 class Holdings:
     """The long-lived tensors of a run."""
@@ -28,7 +23,7 @@ class Holdings:
     networks: tuple[nn.Module, ...] = ()  # the model, and every network beside it
     # gives what is held to move the weights; None before training begins
     optimizer: Callable[[], list[Tensor]] | None = None
-    trajectory: Callable[[], list[Tensor]] = _nothing  # gives the tensors of the stored rollout
+    trajectory: Callable[[], list[Tensor]] = list  # gives the tensors of the stored rollout
     optimizer_parts: int = 1  # ranks that share the optimizer's state
     resident_blocks: Callable[[], int | None] = lambda: None  # gives the blocks whose frozen weights are on the device
 
@@ -61,26 +56,14 @@ class Holdings:
 # ------------------------------------------------------------------ who owns what
 
 
-class GradientWatch(AbstractContextManager["GradientWatch"]):
+def watch_gradients(parameters: Iterable[Tensor]) -> ExitStack:
     """Claims gradients for their component as soon as a backward has made them, until it is closed."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        learning = [weight for weight in parameters if weight.requires_grad] if listened_to() else []
-        self._hooks: list[Any] = [
-            weight.register_post_accumulate_grad_hook(_claim_gradient)  # type: ignore[no-untyped-call]
-            for weight in learning
-        ]
-
-    def close(self) -> None:
-        """Takes the hooks away; a second time does nothing."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-watch_gradients = GradientWatch
+    hooks = ExitStack()
+    for weight in parameters if listened_to() else ():
+        if weight.requires_grad:
+            hook = weight.register_post_accumulate_grad_hook(_claim_gradient)  # type: ignore[no-untyped-call]
+            hooks.callback(hook.remove)
+    return hooks
 
 
 def held_by(

@@ -156,17 +156,10 @@ class MemoryTracker:
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event."""
-        if kind is RolloutPlan:
-            check_rollout_plan(plan)
-        else:
-            check_update_plan(plan)
+        (check_rollout_plan if kind is RolloutPlan else check_update_plan)(plan)
         self._plans[type(plan)] = plan
         self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
-        self.record(
-            "plan",
-            kind="rollout" if kind is RolloutPlan else "update",
-            **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
-        )
+        self.record("plan", kind="rollout" if kind is RolloutPlan else "update", **plain_plan(plan))
 
     def _to_be_parked(self, plan: RolloutPlan | UpdatePlan) -> int:
         """Counts the bytes that a plan will take from the device before its work begins."""
@@ -211,11 +204,10 @@ class MemoryTracker:
             plan = self._plan_of(Phase(name))
             if plan is not None and name in plan.predicted_bytes:
                 metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
-        self.phase_peaks.clear()
-        self.reserved_peaks.clear()
-        self.phase_seconds.clear()
-        self._parts.clear()
-        self._announce(peak)
+        for counted in (self.phase_peaks, self.reserved_peaks, self.phase_seconds, self._parts):
+            counted.clear()
+        # Said when the peak enters another band of the budget, or the allocator had to tidy up.
+        self._warn(self._bands.observe(self.step, peak, self.budget_bytes, self.meter.allocator_retries()))
         return metrics
 
     def held_bytes(self) -> dict[Component, int]:
@@ -233,7 +225,10 @@ class MemoryTracker:
         if not self.meter.is_exact:
             return  # what known owners hold does not leak, and a resident size tells nothing of the rest
         held = self.held_bytes()
-        for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
+        self._warn(self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout))
+
+    def _warn(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
             self.events.append(event)
             logger.warning("%s", event["sentence"])
 
@@ -259,26 +254,14 @@ class MemoryTracker:
             parts[part] = min(size, peak - sum(parts.values()))
         return {**parts, "other": peak - sum(parts.values())}
 
-    def _announce(self, peak_bytes: int) -> None:
-        """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""
-        events = self._bands.observe(
-            step=self.step,
-            peak_bytes=peak_bytes,
-            budget_bytes=self.budget_bytes,
-            allocator_retries=self.meter.allocator_retries(),
-        )
-        for event in events:
-            self.events.append(event)
-            logger.warning("%s", event["sentence"])
-
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what later plans depend on."""
-        failures = [{**asdict(failure), "plan": _plain(failure.plan), "work": None} for failure in self._failures]
+        failures = [{**asdict(failure), "plan": _named(failure.plan), "work": None} for failure in self._failures]
         return {
             "budget_bytes": self.budget_bytes,
             "corrections": dict(self._corrections),
             "stranded_bytes": dict(self._stranded),
-            "plans": [_plain(plan) for plan in self._plans.values()],
+            "plans": [_named(plan) for plan in self._plans.values()],
             "failures": failures,
         }
 
@@ -308,10 +291,13 @@ class MemoryTracker:
         self._corrections[phase] = found if phase not in self._corrections else max(found, faded)
 
 
-def _plain(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
-    if plan is None:
-        return None
-    return {"kind": type(plan).__name__, **asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+def plain_plan(plan: RolloutPlan | UpdatePlan) -> dict[str, Any]:
+    """Writes a plan in plain values."""
+    return {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+
+
+def _named(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {"kind": type(plan).__name__, **plain_plan(plan)}
 
 
 def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | None:

@@ -193,12 +193,9 @@ class CountingAllocator:
                 "PyTorch did not take the counting CPU allocator, because another allocator was installed with a "
                 "higher priority. Remove it, or count with StorageLedger."
             )
+        self._base, self._library = _read(library), library
         for kind in _Kind:
-            _remember(library, kind)
-            library.memsafe_restart_peak(kind)
-        self._base = _read(library)
-        self._highest = {kind: self._base.host if kind is _Kind.HOST else self._base.device for kind in _Kind}
-        self._library = library
+            self._restart(kind)
         _open_counts.append(self)
         _apply_limits(library)
         return self

@@ -174,11 +174,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         entries = (self._entries.get(storage._cdata) for storage in storages_of(tensor))
         return any(entry is not None and entry.arena is self._host for entry in entries)
 
-    def track(self, *tensors: Tensor) -> None:
-        """Counts tensors made outside, such as weights or the state of a quantised layer, until they die."""
-        for tensor in tensors:
-            self.see(tensor, is_new=True)
-
     def see(self, tensor: Tensor, *, is_new: bool) -> None:
         """Counts what an operator gave that did not pass here."""
         for storage in storages_of(tensor):

@@ -385,7 +385,7 @@ def test_marks_of_an_earlier_count_are_void() -> None:
 
 def test_gradients_are_watched_only_while_somebody_counts() -> None:
     weight = torch.ones(256, requires_grad=True)
-    assert watch_gradients([weight])._hooks == []
+    assert not watch_gradients([weight])._exit_callbacks
     with SimulatedMemory() as memory:
         with watch_gradients([weight, torch.ones(2)]) as watch:
             (weight * 2).sum().backward()
