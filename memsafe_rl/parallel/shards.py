@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from operator import call
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -39,6 +40,7 @@ from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
 T = TypeVar("T")
+Run = Callable[[Callable[[], Any]], Any]
 
 _FORWARD = "memsafe_forward"
 """The method of a divided network inside of which FSDP2 expects its forward."""
@@ -64,9 +66,9 @@ class WholeWeights:
         """Changes nothing: the weights are whole."""
         yield
 
-    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG002
-        """Runs a network's forward."""
-        return run()
+    def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
+        """Gives what runs a network's forward: nothing besides."""
+        return call
 
     def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
         """Gives this rank's micro-batches."""
@@ -208,13 +210,10 @@ class ShardedWeights:
 
     # ------------------------------------------------------------------ rounds
 
-    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:
-        """Runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
+    def forward_of(self, network: nn.Module) -> Run:
+        """Gives what runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
         root = self._root_of(network)
-        if root is None:
-            return run()
-        result: T = getattr(root, _FORWARD)(run)
-        return result
+        return call if root is None else getattr(root, _FORWARD)
 
     def learn_order(self, run: Callable[[], object]) -> None:
         """Notes in which order a forward and backward communicate: all ranks run one together, before all else."""
