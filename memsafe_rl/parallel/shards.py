@@ -225,9 +225,9 @@ class ShardedWeights:
         """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
         self._reset()  # a user's own forward leaves traces
         waiting = iter(micro_batches)
-        micro, more = _next(waiting)
+        micro = next(waiting, None)
         while True:
-            words = self._ranks.words(_Word.MORE if more else _Word.DONE)
+            words = self._ranks.words(_Word.DONE if micro is None else _Word.MORE)
             if _Word.FAILED in words:
                 raise PeerOutOfMemoryError(f"rank {words.index(_Word.FAILED)} ran out of memory in this accumulation")
             if _Word.MORE not in words:
@@ -235,13 +235,13 @@ class ShardedWeights:
             if self._order is None:
                 raise AssertionError("learn the order of collectives before the first round")
             self._left = deque(self._order)
-            if more:
-                yield micro  # type: ignore[misc]
-                self._end_round()
-                micro, more = _next(waiting)
-            else:
+            if micro is None:
                 self._play()
                 self._reset()
+            else:
+                yield micro
+                self._end_round()
+                micro = next(waiting, None)
 
     def leave_round(self, repeat: Repeat) -> None:
         """Plays what is left of a round that failed, and tells the other ranks; all begin the accumulation again."""
@@ -353,12 +353,6 @@ Shards = WholeWeights | ShardedWeights
 
 def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001
     return run()
-
-
-def _next(waiting: Iterator[T]) -> tuple[T | None, bool]:
-    for item in waiting:
-        return item, True
-    return None, False
 
 
 def _unshard(group: Any) -> None:

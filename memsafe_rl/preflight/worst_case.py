@@ -146,7 +146,13 @@ def _try(loop: TrainingLoop) -> dict[str, int] | MemoryBudgetError:
         with untouched(setup):
             Probe(trial, longest).try_all(longest_evaluation(setup, loop.eval_dataset))
     except MemoryBudgetError as caught:
-        error = _explained(caught, longest)
+        error = MemoryBudgetError(
+            f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a "
+            f"completion of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. "
+            f"{caught}",
+            failure=caught.failure,
+            held_bytes=caught.held_bytes,
+        )
     learnt = [event for event in memory.events if event["event"] in _LEARNT]
     if learnt:  # else plans stay as without the check
         setup.memory.load_state_dict(memory.state_dict())
@@ -552,16 +558,6 @@ class _AtTheEnd:
     def _noise_ahead(self, rows: int) -> Tensor:
         vocab, device = self._adapter.geometry.vocab_size, self._adapter.device
         return torch.empty(noise_steps(rows, vocab), rows, noise_slots(vocab), dtype=torch.float64, device=device)
-
-
-def _explained(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
-    """Says in front of an error what was probed."""
-    return MemoryBudgetError(
-        f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a completion "
-        f"of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. {error}",
-        failure=error.failure,
-        held_bytes=error.held_bytes,
-    )
 
 
 def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:

@@ -1,13 +1,12 @@
-"""Fallbacks, which make a plan leaner in one field or, if lossy, the task in one setting; and the search among them.
+"""Fallbacks, which make a plan leaner in the field whose name they bear; and the search among them.
 
-A lossless fallback bears the name of the plan's field, a lossy one that of the setting. Steps are pure: plan and
-work in, a leaner plan out, or None at the bottom.
+Steps are pure: plan and work in, a leaner plan out, or None at the bottom.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,22 +55,15 @@ _STRIDE = 0.9
 
 @dataclass(frozen=True)
 class Fallback:
-    """One way to hold less."""
+    """One lossless way to hold less: tokens and gradients stay the same up to floating-point order."""
 
-    name: str  # the field of the plan that it changes; the setting, for a lossy fallback
+    name: str  # the field of the plan that it changes
     about: str  # what it changes and what it saves, in one sentence
-    phases: frozenset[Phase] = field(default_factory=frozenset)  # where it helps
-    # gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can take
-    # because it changes the work itself
-    step: Step | None = None
+    phases: frozenset[Phase]  # where it helps
+    step: Step  # gives a leaner plan for (plan, work), or None at the bottom
     # a shorter one where a plan is chosen: three quarters of a micro-batch may fit where half overshoots. After a
     # failure, when nobody knows how far the estimate is off, halving finds a fit sooner.
     fine_step: Step | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """Whether tokens and gradients stay the same up to floating-point order."""
-        return self.step is not None
 
 
 def _set(name: str, value: Any) -> Step:
@@ -151,14 +143,6 @@ def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     return _halved(plan, "reward_rows", rows)
 
 
-PARK = Fallback(
-    "park_optimizer",
-    "the optimizer state waits in host memory outside the commit: saves all of it, costs two transfers a step; bitwise",
-    EVERYWHERE,
-    _set("park_optimizer", True),
-)
-
-
 def _fewer_resident(plan: Any, work: Work) -> Any:
     sizes = () if work is None else work.geometry.frozen_block_bytes
     staying = len(sizes) if plan.resident_blocks is None else min(plan.resident_blocks, len(sizes))
@@ -174,7 +158,15 @@ RESIDENT = Fallback(
     _fewer_resident,
 )
 
-UPDATE_RUNGS: tuple[Fallback, ...] = (
+FALLBACKS: tuple[Fallback, ...] = (
+    Fallback(
+        "kept_kv_bytes",
+        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
+        "each turn's context again; same tokens",
+        SAMPLING,
+        _set("kept_kv_bytes", 0),
+        _keep_half,
+    ),
     Fallback(
         "checkpointing",
         "each block runs again in the backward pass: saves its activations, costs a third; bitwise",
@@ -206,20 +198,13 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         frozenset({Phase.UPDATE}),
         _set("trajectory_device", "host"),
     ),
-    PARK,
-    RESIDENT,
-)
-"""Lossless fallbacks of an update, in the order in which a failure takes them."""
-
-ROLLOUT_RUNGS: tuple[Fallback, ...] = (
     Fallback(
-        "kept_kv_bytes",
-        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
-        "each turn's context again; same tokens",
-        SAMPLING,
-        _set("kept_kv_bytes", 0),
-        _keep_half,
+        "park_optimizer",
+        "the optimizer state waits in host memory outside the commit: saves all, costs two transfers a step; bitwise",
+        EVERYWHERE,
+        _set("park_optimizer", True),
     ),
+    RESIDENT,
     Fallback(
         "rows_in_flight",
         "fewer sequences are decoded together, down to one: halves caches and logits, costs speed; same tokens",
@@ -244,39 +229,14 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
         frozenset({Phase.REWARD, Phase.EVALUATE}),
         _fewer_rewarded,
     ),
-    PARK,
-    RESIDENT,
 )
-"""Lossless fallbacks of a rollout, of scoring and of reward models."""
+"""All fallbacks, in the order in which a failure takes them: what is only kept for later, then what a phase needs."""
 
-LOSSY_RUNGS: tuple[Fallback, ...] = (
-    Fallback(
-        "max_completion_length",
-        "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
-        "given at all",
-    ),
-    Fallback(
-        "num_iterations",
-        "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
-        "each rollout",
-    ),
-    Fallback(
-        "num_generations",
-        "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
-    ),
-    Fallback(
-        "cache_implementation",
-        "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
-        "distribution a little beside the model's, which importance weights correct",
-    ),
-    Fallback("optim", "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update"),
-)
-"""What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
-
-LOSSLESS = tuple(dict.fromkeys(fallback.name for fallback in (ROLLOUT_RUNGS[0], *UPDATE_RUNGS, *ROLLOUT_RUNGS)))
-"""Names of all lossless fallbacks, in order; what is only kept for later goes before what a phase itself needs."""
-LOSSY = tuple(fallback.name for fallback in LOSSY_RUNGS)
-"""Names of all lossy fallbacks, in order."""
+LOSSLESS = tuple(fallback.name for fallback in FALLBACKS)
+"""Their names."""
+LOSSY = ("max_completion_length", "num_iterations", "num_generations", "cache_implementation", "optim")
+"""Settings whose change changes the task: never a plan's to take, only the trainer's (`config.degradation`), and only
+when `allow_lossy` names it."""
 
 
 def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
@@ -288,7 +248,7 @@ def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
             raise ConfigError(f"Fallback {name!r} changes the task, which no plan can; list it in allow_lossy instead.")
         if name not in LOSSLESS:
             raise ConfigError(f"There is no fallback {name!r}; write some of {', '.join(LOSSLESS)}.")
-    found = {fallback.name: fallback for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS) if phase in fallback.phases}
+    found = {fallback.name: fallback for fallback in FALLBACKS if phase in fallback.phases}
     return tuple(found[name] for name in names if name in found)
 
 
@@ -332,8 +292,6 @@ def leaner(first: Plan, second: Plan) -> Plan:
 
 def _down(fallback: Fallback, plan: Plan, work: Work) -> Iterator[Plan]:
     """Takes one fallback again and again, down to its bottom."""
-    if fallback.step is None:
-        raise AssertionError(f"{fallback.name} is lossy")
     lower: Plan | None = fallback.step(plan, work)
     while lower is not None:
         yield lower

@@ -176,10 +176,11 @@ def give_fake_weights(model: nn.Module) -> None:
             for name, tensor in store.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = (tensor, _fake_like(tensor))
+                        made[id(tensor)] = (tensor, empty_like(tensor, "cpu"))
                     store[name] = made[id(tensor)][1]
 
 
-def _fake_like(tensor: Tensor) -> Tensor:
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def empty_like(tensor: Tensor, device: str) -> Tensor:
+    """Gives an empty tensor of the same kind: a parameter where it is one."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

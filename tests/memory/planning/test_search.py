@@ -19,11 +19,9 @@ from memsafe_rl.memory.planning.policies import (
     preset,
 )
 from memsafe_rl.memory.planning.search import (
+    FALLBACKS,
     LOSSLESS,
     LOSSY,
-    LOSSY_RUNGS,
-    ROLLOUT_RUNGS,
-    UPDATE_RUNGS,
     Room,
     extra_bytes,
     fallbacks_named,
@@ -184,8 +182,8 @@ def test_no_fallback_can_reach_the_work() -> None:
     works_fields = {entry.name for kind in (RolloutWork, UpdateWork) for entry in fields(kind)}
     assert set(LOSSLESS) <= plans
     assert not plans & works_fields
-    assert all(fallback.lossless and fallback.about for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS))
-    assert all(not fallback.lossless and fallback.about for fallback in LOSSY_RUNGS)
+    assert all(fallback.about for fallback in FALLBACKS)
+    assert not set(LOSSLESS) & set(LOSSY)
 
 
 def test_the_lossy_fallbacks_are_those_the_trainer_can_take() -> None:
