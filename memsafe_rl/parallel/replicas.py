@@ -181,7 +181,12 @@ class Replicas:
             try:
                 failed = self._exchange(size)
                 if failed is not None:
-                    self._ended = self._farewell_of(failed)
+                    reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
+                    self._ended = (
+                        f"Rank {failed} ended the run: {reason}. This rank stopped with it, after the last step that "
+                        f"all ranks finished. See rank {failed}'s own error for the cause, and resume from the last "
+                        "checkpoint."
+                    )
                     raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
@@ -210,13 +215,6 @@ class Replicas:
             return None
         distributed.broadcast(self._reason_tensor, src=failed, group=self._hosts)
         return failed
-
-    def _farewell_of(self, rank: int) -> str:
-        reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
-        return (
-            f"Rank {rank} ended the run: {reason}. This rank stopped with it, after the last step that all ranks "
-            f"finished. See rank {rank}'s own error for the cause, and resume from the last checkpoint."
-        )
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class ShardedWeights:
             ):
                 setattr(group, name, _Noted(self, issue, _Operation(place, kind)))
         for root in self._roots:
-            setattr(root, _FORWARD, MethodType(_run, root))
+            setattr(root, _FORWARD, MethodType(lambda _, run: run(), root))
             register_fsdp_forward_method(root, _FORWARD)
             root._get_fsdp_state()._lazy_init()  # else the first block to run would take itself for a root
 
@@ -349,10 +349,6 @@ class ShardedWeights:
 
 Shards = WholeWeights | ShardedWeights
 """Where a run's weights lie: whole on every rank, or divided."""
-
-
-def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001
-    return run()
 
 
 def _unshard(group: Any) -> None:

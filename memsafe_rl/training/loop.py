@@ -379,7 +379,8 @@ class TrainingLoop:
     def make_optimizer(self) -> None:
         """Makes what moves the weights."""
         callbacks = self.report.callbacks  # an earlier optimizer's state makes room for the new one's
-        callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
+        callbacks.optimizer = callbacks.lr_scheduler = None
+        self.setup.holdings.optimizer = list
         self.use(replace(self.setup, committer=None))
         if self.hooks.create_optimizers is not None:
             self.hooks.create_optimizers(self.setup.planned_steps)

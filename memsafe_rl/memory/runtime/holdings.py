@@ -21,8 +21,7 @@ class Holdings:
 
     device: torch.device  # where the model computes
     networks: tuple[nn.Module, ...] = ()  # the model, and every network beside it
-    # gives what is held to move the weights; None before training begins
-    optimizer: Callable[[], list[Tensor]] | None = None
+    optimizer: Callable[[], list[Tensor]] = list  # gives what is held to move the weights
     trajectory: Callable[[], list[Tensor]] = list  # gives the tensors of the stored rollout
     optimizer_parts: int = 1  # ranks that share the optimizer's state
     resident_blocks: Callable[[], int | None] = lambda: None  # gives the blocks whose frozen weights are on the device
@@ -34,23 +33,20 @@ class Holdings:
         return held_by(
             self.device,
             weights=list(weights_of(*self.networks)),
-            optimizer=self._optimizer_tensors(),
+            optimizer=self.optimizer(),
             trajectory=self.trajectory(),
         )
 
     def optimizer_bytes(self) -> tuple[int, int]:
         """Counts the bytes of the optimizer's state, and of it those offloaded to host memory."""
-        held = self._optimizer_tensors()
+        held = self.optimizer()
         offloaded = [tensor for tensor in held if is_on_host(tensor) or tensor.device != self.device]
         parts = self.optimizer_parts
         return sum(tensor.nbytes for tensor in held) // parts, sum(tensor.nbytes for tensor in offloaded) // parts
 
     def tensors(self) -> list[Tensor]:
         """Gives the tensors that may outlive a step."""
-        return [*map(local_part, weights_of(*self.networks)), *self._optimizer_tensors(), *self.trajectory()]
-
-    def _optimizer_tensors(self) -> list[Tensor]:
-        return [] if self.optimizer is None else self.optimizer()
+        return [*map(local_part, weights_of(*self.networks)), *self.optimizer(), *self.trajectory()]
 
 
 # ------------------------------------------------------------------ who owns what
@@ -90,10 +86,8 @@ def held_by(
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Gives the tensors of an optimizer's state."""
-    values = [value for entries in optimizer.state.values() for value in entries.values()]
-    found = [value for value in values if isinstance(value, Tensor)]
-    others = [value for value in values if isinstance(value, (dict, list, tuple))]
-    return [*found, *(leaf for leaf in tree_leaves(others) if isinstance(leaf, Tensor))]
+    values = [list(entries.values()) for entries in optimizer.state.values()]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _claim_gradient(weight: Tensor) -> None:
