@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from memsafe_rl.accounting import charge, in_phase, listen, stop_listening
-from memsafe_rl.memory.runtime.holdings import watch_gradients
+from memsafe_rl.memory.runtime.tracker import watch_gradients
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights

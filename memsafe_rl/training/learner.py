@@ -17,8 +17,8 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import check_packing
-from memsafe_rl.memory.runtime.holdings import watch_gradients
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.memory.runtime.tracker import watch_gradients
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import (
     BalanceTerms,
