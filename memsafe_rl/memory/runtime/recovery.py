@@ -26,7 +26,7 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryErr
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.first_use import flush_autograd
-from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
+from memsafe_rl.memory.runtime.stages import Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
 from memsafe_rl.memory.simulated.device import open_simulations
@@ -88,7 +88,7 @@ def under(plan: Plan) -> Attempt[Plan]:
 
 
 class Recovery:
-    """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows."""
+    """Catches out-of-memory errors, clears away what failed, and runs it again as its `Stage` allows."""
 
     def __init__(self, tracker: MemoryTracker, policy: MemoryPolicy) -> None:
         self.tracker = tracker
@@ -255,8 +255,8 @@ class Attempts(Generic[Plan]):
 
 
 def _check_allowed(stage: Stage, *ways: Retry) -> None:
-    if RETRIES[stage] not in ways:
-        raise AssertionError(f"stage {stage} is to be repeated so: {RETRIES[stage]}, not so: {ways[-1]}")
+    if stage.retry not in ways:
+        raise AssertionError(f"stage {stage} is to be repeated so: {stage.retry}, not so: {ways[-1]}")
 
 
 def _clear(state: RandomState, undo: Callable[[], None] | None) -> None:
