@@ -75,7 +75,7 @@ def _set(name: str, value: Any) -> Step:
     return step
 
 
-def _halved(plan: Plan, name: str, size: int) -> Plan | None:
+def _halved(plan: Any, name: str, size: int) -> Any:
     """Gives a plan half of a size, down to one."""
     return replace(plan, **{name: size // 2}) if size > 1 else None
 
@@ -368,7 +368,11 @@ class Room:
 
 def first_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room) -> Plan:
     """Goes down a ladder to the first plan that fits."""
-    return start if room.fits(start) else room.fitting([start, *walk(start, room.work, fallbacks)])[0][0]
+    if room.fits(start):
+        return start
+    plans: list[Plan] = [start]
+    plans.extend(walk(start, room.work, fallbacks))
+    return room.fitting(plans)[0][0]
 
 
 def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]) -> Plan:
@@ -388,7 +392,8 @@ def fastest_with_weights_away(
     plan = fastest_that_fits(start, fallbacks, room, time)
     if room.fits(plan):
         return plan
-    plans = [plan, *(fastest_that_fits(lower, fallbacks, room, time) for lower in _down(RESIDENT, start, room.work))]
+    plans: list[Plan] = [plan]
+    plans.extend(fastest_that_fits(lower, fallbacks, room, time) for lower in _down(RESIDENT, start, room.work))
     return min((plan for plan in plans if room.fits(plan)), key=time, default=plans[-1])
 
 
