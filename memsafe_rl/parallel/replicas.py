@@ -110,7 +110,9 @@ class Replicas:
     def gather(self, items: list[Item]) -> list[Item]:
         """Joins every rank's list, in rank order, on every rank."""
         with host_memory():
-            own = _pickled(items)
+            stream = io.BytesIO()
+            _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(items)
+            own = bytearray(stream.getbuffer())
             with self._collective(len(own)) as sizes:
                 parts = [own if source == self.rank else bytearray(size) for source, size in enumerate(sizes)]
                 for source, part in enumerate(parts):
@@ -265,12 +267,6 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         flat = thing.detach().cpu().reshape(-1).contiguous()
         return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(thing.shape))
-
-
-def _pickled(thing: Any) -> bytearray:
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
-    return bytearray(stream.getbuffer())
 
 
 def _unpickled_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -332,19 +332,17 @@ class ShardedWeights:
             part = value.part if isinstance(value, DividedPart) else local_part(value)
             place = tensor_place(part)
             if place not in known:
-                known[place] = self._bring(part, divided=part is not value)
+                with host_memory():
+                    if part is value:
+                        known[place] = part.detach().to("cpu", copy=True)
+                    else:
+                        parts = self._ranks.to_main(part)
+                        known[place] = None if parts is None else torch.cat(parts)
             return known[place]
         if isinstance(value, Mapping):
             return {name: self._brought(each, known) for name, each in value.items()}
-        parts = type(value) in (list, tuple)
-        return type(value)(self._brought(each, known) for each in value) if parts else value
-
-    def _bring(self, part: Tensor, *, divided: bool) -> Tensor | None:
-        with host_memory():
-            if not divided:
-                return part.detach().to("cpu", copy=True)
-            parts = self._ranks.to_main(part)
-            return None if parts is None else torch.cat(parts)
+        is_list = type(value) in (list, tuple)
+        return type(value)(self._brought(each, known) for each in value) if is_list else value
 
 
 Shards = WholeWeights | ShardedWeights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -187,7 +187,12 @@ class DryRun:
         if evaluates(config) and self.evaluation is None:
             self.evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
             self._assumes_evaluation = True
-        functions = _no_rewards(config, [reward_model_name(one) for one in reward_models])
+        # Functions that pay nothing, under the names that the settings call them by.
+        wanted = dict.fromkeys(reward for objective in config.objective_list for reward in objective.rewards)
+        modelled = {reward_model_name(one) for one in reward_models}
+        functions = [_no_reward(name) for name in wanted if name not in modelled]
+        if not functions and not reward_models:
+            functions = [_no_reward("_no_reward")]
         request = TrainingRequest(
             model,
             [*functions, *reward_models],
@@ -422,12 +427,6 @@ def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
     """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-def _no_rewards(settings: Any, models: Sequence[str]) -> list[Any]:
-    """Gives reward functions that pay nothing, under the names that the settings call them by, models left out."""
-    wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
-    return [_no_reward(name) for name in wanted if name not in models] or ([] if models else [_no_reward("_no_reward")])
 
 
 def _no_reward(name: str) -> Any:

@@ -533,7 +533,10 @@ class _AtTheEnd:
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
         more, filled = max(0, drawn - told - bool(self._reads)), whole_blocks(drawn + 1) - KV_BLOCK_SLOTS
-        ahead = self._noise_ahead(state.rows) if self._draws_ahead else None
+        ahead, vocab = None, self._adapter.geometry.vocab_size
+        if self._draws_ahead:
+            shape = noise_steps(state.rows, vocab), state.rows, noise_slots(vocab)
+            ahead = torch.empty(*shape, dtype=torch.float64, device=self._adapter.device)
         if filled > 0 and not self._reads and self._grows_beyond_logits(filled):
             state.stretch(filled - 1)
             self._adapter.decode_step(state, tokens_B)
@@ -554,10 +557,6 @@ class _AtTheEnd:
         geometry = self._adapter.geometry
         store_bytes = replace(geometry, windows=(None,)).kv_bytes(slots) // 2
         return self._adapter.joins and store_bytes > geometry.vocab_size * geometry.compute_bytes
-
-    def _noise_ahead(self, rows: int) -> Tensor:
-        vocab, device = self._adapter.geometry.vocab_size, self._adapter.device
-        return torch.empty(noise_steps(rows, vocab), rows, noise_slots(vocab), dtype=torch.float64, device=device)
 
 
 def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:

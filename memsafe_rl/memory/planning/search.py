@@ -75,9 +75,10 @@ def _set(name: str, value: Any) -> Step:
     return step
 
 
-def _halved(plan: Any, name: str, size: int) -> Any:
+def _halved(plan: Plan, name: str, size: int) -> Plan | None:
     """Gives a plan half of a size, down to one."""
-    return replace(plan, **{name: size // 2}) if size > 1 else None
+    half: Any = {name: size // 2}
+    return replace(plan, **half) if size > 1 else None
 
 
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:

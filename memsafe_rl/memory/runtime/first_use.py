@@ -23,7 +23,15 @@ def prepare_device(device: torch.device) -> None:
     if device.type == "cpu":
         return
     with torch.inference_mode(False), torch.enable_grad():
-        _make_handles(device)
+        try:  # one product forward, in this thread, and backward, in the device's
+            square = torch.zeros(_SIDE, _SIDE, device=device, requires_grad=True)
+            torch.autograd.grad((square @ square).sum(), square)
+        except RuntimeError as error:
+            # Later this status may mean a kernel's bad index too; nothing has run yet.
+            if "CUBLAS_STATUS_NOT_INITIALIZED" not in str(error):
+                raise
+            message = f"CUDA out of memory. cuBLAS found no room for its handle on {device}: {error}"
+            raise torch.OutOfMemoryError(message) from error
         if device not in _FLUSHES:
             scalar = torch.zeros((), device=device, requires_grad=True)
             _FLUSHES[device] = scalar, scalar.view(()), torch.ones((), device=device)
@@ -41,16 +49,3 @@ def flush_autograd() -> None:
         torch.autograd.backward(scalar * 1.0)
         for leaf, view, gradient in _FLUSHES.values():
             torch.autograd.grad(view, leaf, gradient, retain_graph=True)
-
-
-def _make_handles(device: torch.device) -> None:
-    """Runs one product forward, in this thread, and backward, in the device's."""
-    try:
-        square = torch.zeros(_SIDE, _SIDE, device=device, requires_grad=True)
-        torch.autograd.grad((square @ square).sum(), square)
-    except RuntimeError as error:
-        # Later this status may mean a kernel's bad index too; nothing has run yet.
-        if "CUBLAS_STATUS_NOT_INITIALIZED" not in str(error):
-            raise
-        message = f"CUDA out of memory. cuBLAS found no room for its handle on {device}: {error}"
-        raise torch.OutOfMemoryError(message) from error

@@ -59,18 +59,15 @@ class HeadroomWatch:
             known = {"band": str(band), "peak_bytes": peak_bytes, "budget_bytes": budget_bytes, "share": share}
             events.append({"event": "band", "step": step, **known, "sentence": sentence})
         before = allocator_retries if self._retries is None else self._retries
-        if allocator_retries > before:
-            events.append(_retries_event(step, allocator_retries - before))
+        if retries := max(0, allocator_retries - before):
+            times = "once" if retries == 1 else f"{retries} times"
+            sentence = (
+                f"The allocator found no block large enough {times} and gave all cached memory back before going on: "
+                "the card is nearly full or its memory is cut into small pieces, and each time costs speed; set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget so that "
+                "smaller plans are made."
+            )
+            alarm = {"event": "alarm", "kind": "allocator_retries", "step": step}
+            events.append({**alarm, "retries": retries, "sentence": sentence})
         self._retries = allocator_retries
         return events
-
-
-def _retries_event(step: int, retries: int) -> dict[str, Any]:
-    times = "once" if retries == 1 else f"{retries} times"
-    sentence = (
-        f"The allocator found no block large enough {times} and gave all cached memory back before going on: the card "
-        "is nearly full or its memory is cut into small pieces, and each time costs speed; set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget so that smaller "
-        "plans are made."
-    )
-    return {"event": "alarm", "kind": "allocator_retries", "step": step, "retries": retries, "sentence": sentence}

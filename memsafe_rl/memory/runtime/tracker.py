@@ -272,22 +272,18 @@ class MemoryTracker:
         known: Mapping[Component, int] | None = None
         divided = {}
         for name, peak in self.phase_peaks.items():
-            parts: Mapping[Any, int] = self._parts.get(name, {})
-            if not parts:
+            parts = {str(part): size for part, size in self._parts.get(name, {}).items()}
+            if not parts:  # known owners, the process itself, what the phase's plan expects, and the rest
                 known = self._holdings.by_component() if known is None else known
-                parts = self._estimated(Phase(name), peak, known)
-            divided[str(name)] = {str(part): size for part, size in parts.items() if size > 0}
+                plan, start = self._plan_of(Phase(name)), f"{name}/"
+                planned = {} if plan is None else plan.predicted_bytes
+                expected = {one.removeprefix(start): size for one, size in planned.items() if one.startswith(start)}
+                before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
+                for part, size in (before | expected).items():
+                    parts[part] = min(size, peak - sum(parts.values()))
+                parts["other"] = peak - sum(parts.values())
+            divided[str(name)] = {part: size for part, size in parts.items() if size > 0}
         return divided
-
-    def _estimated(self, phase: Phase, peak: int, known: Mapping[Component, int]) -> dict[str, int]:
-        """Divides a peak among known owners, the process itself, what the phase's plan expects, and the rest."""
-        plan, parts, start = self._plan_of(phase), dict[str, int](), f"{phase}/"
-        planned = {} if plan is None else plan.predicted_bytes
-        expected = {name.removeprefix(start): size for name, size in planned.items() if name.startswith(start)}
-        before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
-        for part, size in (before | expected).items():
-            parts[part] = min(size, peak - sum(parts.values()))
-        return {**parts, "other": peak - sum(parts.values())}
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what later plans depend on."""

@@ -206,19 +206,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in foreign:
                     self._enter(storage, leaf, self._component or self._unmarked, self._arena)
         workspace = WORKSPACES.get(func.name())
-        if workspace is not None:
-            self._pass(workspace(args, result))
-        return result
-
-    def _pass(self, size: int) -> None:
-        """Counts bytes that were held inside an operator and are gone."""
-        if self._arena is self._device:
-            size, block = self._obtain(size, self._device)
+        if workspace is not None and self._arena is self._device:
             component = self._component or self._unmarked
+            size, block = self._obtain(workspace(args, result), self._device)
             self._device.add(component, size)
             self._device.note_peaks()
-            self._device.add(component, -size)
+            self._device.add(component, -size)  # it was held inside the operator, and is gone
             self._give_back(block)
+        return result
 
     def _asked(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
         size, parts = storage.nbytes(), self._parts.get(component, 1)
