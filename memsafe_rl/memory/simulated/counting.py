@@ -18,14 +18,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.memory.simulated.ledger import check_limits, refusal, storages_of
+from memsafe_rl.memory.simulated.ledger import ByteCounter, Held, check_limits, refusal, storages_of
 from memsafe_rl.types import Component
 
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
@@ -35,20 +34,13 @@ _UNMARKED = -1
 _ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
+_PEAKS = (Held.PEAK, Held.SPAN, Held.HOST_PEAK)  # those that the allocator keeps
 
 _open_counts: list[CountingAllocator] = []
 """Counts that are open now, outermost first; they share one allocator."""
 
 _Split = tuple[int, ...]
 """Bytes held, then how they divide, by the number of the component."""
-
-
-class _Kind(IntEnum):
-    """The peaks that the allocator keeps, by its own numbers."""
-
-    PEAK = 0
-    SPAN = 1
-    HOST = 2
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class _Reading:
         )
 
 
-class CountingAllocator:
+class CountingAllocator(ByteCounter):
     """Counts the bytes PyTorch holds on the CPU, from entry to exit, and what they are for.
 
     Only blocks allocated after entry count: the counters start at 0, and freeing what was there before changes nothing.
@@ -84,27 +76,25 @@ class CountingAllocator:
         self._fail_at = fail_at
         self._library: ctypes.CDLL | None = None
         self._base = self._closed = _Reading(0, 0, nothing, nothing)
-        self._highest = dict.fromkeys(_Kind, nothing)
+        self._highest = dict.fromkeys(_PEAKS, nothing)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes held now (at exit, once the count is closed), host memory left out."""
-        return self._reading().device[0]
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        if held in (Held.NOW, Held.HOST_NOW):
+            numbers = self._reading().device if held is Held.NOW else self._reading().host
+        else:
+            highest = self._highest[held]
+            if self._library is not None:
+                highest = _higher(highest, _read_peak(self._library, held))
+            numbers = _minus(highest, self._base.host if held is Held.HOST_PEAK else self._base.device)
+        return numbers[0], dict(zip(_COMPONENTS, numbers[1:], strict=True))
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held since entry or `reset_peak`; refused allocations are no part of it."""
-        return self._peak(_Kind.PEAK)[0]
-
-    @property
-    def host_live_bytes(self) -> int:
-        """Bytes marked as host memory that are held now (at exit, once the count is closed)."""
-        return self._reading().host[0]
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most bytes marked as host memory that were held since entry."""
-        return self._peak(_Kind.HOST)[0]
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
+        library = self._opened()
+        _remember(library, held)
+        library.memsafe_restart_peak(held)
+        self._highest[held] = _read_peak(library, held)
 
     @property
     def allocations(self) -> int:
@@ -115,22 +105,6 @@ class CountingAllocator:
     def refusals(self) -> int:
         """Allocations refused since entry."""
         return self._reading().refusals
-
-    def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for."""
-        return _by_component(self._reading().device)
-
-    def span_peak(self) -> dict[Component, int]:
-        """Divides the most bytes held since `start_span`, or entry."""
-        return _by_component(self._peak(_Kind.SPAN))
-
-    def start_span(self) -> None:
-        """Starts a new span at the bytes held now; `peak_bytes` and counts around this one keep theirs."""
-        self._restart(_Kind.SPAN)
-
-    def reset_peak(self) -> None:
-        """Starts a new peak at the bytes held now; spans and counts around this one keep theirs."""
-        self._restart(_Kind.PEAK)
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
@@ -194,16 +168,16 @@ class CountingAllocator:
                 "higher priority. Remove it, or count with StorageLedger."
             )
         self._base, self._library = _read(library), library
-        for kind in _Kind:
-            self._restart(kind)
+        for held in _PEAKS:
+            self.restart(held)
         _open_counts.append(self)
         _apply_limits(library)
         return self
 
     def __exit__(self, *_: object) -> None:
         library = self._opened()
-        for peak in _Kind:
-            _remember(library, peak)
+        for held in _PEAKS:
+            _remember(library, held)
         self._closed = self._reading()
         self._library = None
         _open_counts.remove(self)
@@ -220,18 +194,6 @@ class CountingAllocator:
     def _reading(self) -> _Reading:
         return self._closed if self._library is None else _read(self._library).since(self._base)
 
-    def _peak(self, kind: _Kind) -> _Split:
-        highest = self._highest[kind]
-        if self._library is not None:
-            highest = _higher(highest, _read_peak(self._library, kind))
-        return _minus(highest, self._base.host if kind is _Kind.HOST else self._base.device)
-
-    def _restart(self, kind: _Kind) -> None:
-        library = self._opened()
-        _remember(library, kind)
-        library.memsafe_restart_peak(kind)
-        self._highest[kind] = _read_peak(library, kind)
-
 
 def compiler_available() -> bool:
     """Whether `CountingAllocator` can be used: it was compiled before, or there is a compiler."""
@@ -246,10 +208,6 @@ def _higher(older: _Split, newer: _Split) -> _Split:
     return newer if newer[0] >= older[0] else older
 
 
-def _by_component(split: _Split) -> dict[Component, int]:
-    return dict(zip(_COMPONENTS, split[1:], strict=True))
-
-
 def _read(library: ctypes.CDLL) -> _Reading:
     width = 1 + library.memsafe_components()
     numbers = (ctypes.c_int64 * (2 + 2 * width))()
@@ -258,17 +216,17 @@ def _read(library: ctypes.CDLL) -> _Reading:
     return _Reading(numbers[0], numbers[1], tuple(numbers[2 : 2 + used]), tuple(numbers[2 + width : 2 + width + used]))
 
 
-def _read_peak(library: ctypes.CDLL, kind: _Kind) -> _Split:
+def _read_peak(library: ctypes.CDLL, held: Held) -> _Split:
     numbers = (ctypes.c_int64 * (1 + library.memsafe_components()))()
-    library.memsafe_read_peak(kind, numbers)
+    library.memsafe_read_peak(held, numbers)
     return tuple(numbers[: 1 + len(_COMPONENTS)])
 
 
-def _remember(library: ctypes.CDLL, kind: _Kind) -> None:
+def _remember(library: ctypes.CDLL, held: Held) -> None:
     """Hands a peak to all open counts, before the allocator starts a new one."""
-    highest = _read_peak(library, kind)
+    highest = _read_peak(library, held)
     for count in _open_counts:
-        count._highest[kind] = _higher(count._highest[kind], highest)
+        count._highest[held] = _higher(count._highest[held], highest)
 
 
 def _apply_limits(library: ctypes.CDLL) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -49,8 +50,7 @@ class _Arena:
     def __init__(self) -> None:
         self.total = 0
         self.parts = dict.fromkeys(Component, 0)
-        self.peak = (0, self.parts.copy())
-        self.span = self.peak
+        self.highest = [self.now, self.now]
 
     @property
     def now(self) -> tuple[int, dict[Component, int]]:
@@ -62,13 +62,61 @@ class _Arena:
 
     def note_peaks(self) -> None:
         # A peak that still stands takes the newest division, so that a claim right after an allocation is seen in it.
-        if self.total >= self.peak[0]:
-            self.peak = self.now
-        if self.total >= self.span[0]:
-            self.span = self.now
+        for place, (most, _) in enumerate(self.highest):
+            if self.total >= most:
+                self.highest[place] = self.now
 
 
-class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Held(IntEnum):
+    """What is asked of a count; the first three by the numbers of `cpu_allocator.cpp`."""
+
+    PEAK = 0
+    SPAN = 1
+    HOST_PEAK = 2
+    NOW = 3
+    HOST_NOW = 4
+
+
+def _total(held: Held, doc: str) -> Any:
+    return property(lambda counter: counter.split(held)[0], doc=doc)
+
+
+class ByteCounter:
+    """Bytes held, and what they are for; what counts them says how many there are."""
+
+    live_bytes: int = _total(Held.NOW, "Bytes held now (at exit, once the count is closed), host memory left out.")
+    peak_bytes: int = _total(
+        Held.PEAK, "Most bytes held since entry or `reset_peak`; refused allocations are no part of it."
+    )
+    host_live_bytes: int = _total(Held.HOST_NOW, "Bytes marked as host memory that are held now, or at exit.")
+    host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")
+
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        raise NotImplementedError
+
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
+        raise NotImplementedError
+
+    def live_by_component(self) -> dict[Component, int]:
+        """Divides `live_bytes` by what they are for."""
+        return self.split(Held.NOW)[1]
+
+    def span_peak(self) -> dict[Component, int]:
+        """Divides the most bytes held since `start_span`, or entry."""
+        return self.split(Held.SPAN)[1]
+
+    def start_span(self) -> None:
+        """Starts a new span."""
+        self.restart(Held.SPAN)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak."""
+        self.restart(Held.PEAK)
+
+
+class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of the distinct storages created inside it, and what they are for.
 
     A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
@@ -97,41 +145,16 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Counts of some components one rank's part only, as where their tensors are cut along their first axis."""
         self._parts = dict(parts)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes held now, host memory left out."""
-        return self._device.total
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        if held in (Held.NOW, Held.HOST_NOW):
+            return (self._device if held is Held.NOW else self._host).now
+        total, parts = (self._host if held is Held.HOST_PEAK else self._device).highest[held is Held.SPAN]
+        return total, parts.copy()
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held since entry or `reset_peak`."""
-        return self._device.peak[0]
-
-    @property
-    def host_live_bytes(self) -> int:
-        """Bytes marked as host memory that are held now."""
-        return self._host.total
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most bytes marked as host memory that were held since entry."""
-        return self._host.peak[0]
-
-    def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for."""
-        return self._device.parts.copy()
-
-    def span_peak(self) -> dict[Component, int]:
-        """Divides the most bytes held since `start_span`, or entry."""
-        return self._device.span[1].copy()
-
-    def start_span(self) -> None:
-        """Starts a new span at the bytes held now; `peak_bytes` stays."""
-        self._device.span = self._device.now
-
-    def reset_peak(self) -> None:
-        """Starts a new peak at the bytes held now; the span stays."""
-        self._device.peak = self._device.now
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other stays."""
+        self._device.highest[held is Held.SPAN] = self._device.now
 
     def mark_component(self, component: Component | None) -> Component | None:
         """Says what is allocated for from now on."""
