@@ -78,9 +78,8 @@ class Replicas:
 
     def __init__(self, accelerator: Accelerator, *, sharded: bool = False) -> None:
         self.world_size: int = accelerator.num_processes
-        self._parts: dict[Component, int] = dict.fromkeys(
-            _DIVIDED if sharded else (), self.world_size
-        )  # ranks that share each component
+        # ranks that share each component
+        self._parts: dict[Component, int] = dict.fromkeys(_DIVIDED if sharded else (), self.world_size)
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self._ended: str | None = None
