@@ -19,10 +19,9 @@ from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
-from memsafe_rl.memory.runtime.first_use import flush_autograd
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches
+from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.ahead import draw_ahead
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
