@@ -116,8 +116,8 @@ class FixedPolicy(MemoryPolicy):
     update: UpdatePlan = field(default_factory=UpdatePlan)
 
     def __post_init__(self) -> None:
-        check_rollout_plan(self.rollout)
-        check_update_plan(self.update)
+        check_plan(self.rollout, RolloutPlan)
+        check_plan(self.update, UpdatePlan)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Gives the fixed rollout plan, with what it is predicted to hold."""
@@ -288,15 +288,17 @@ def _packs(wanted: bool | None, work: UpdateWork) -> bool:
 # ------------------------------------------------------------------ what a plan may ask for
 
 
+_MAY_BE_ZERO = ("kept_kv_bytes", "resident_blocks")
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "cache_dtype": (None, "int8"),
+    "trajectory_device": ("device", "host"),
+    "compile": (None, *COMPILE_MODES),
+}
+
+
 def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
-    choices = {"cache_dtype": (None, "int8")}
-    _check_plan(plan, RolloutPlan, choices, kv_bytes=(None,), kept_kv_bytes=(0,), resident_blocks=(None, 0))
-
-
-def check_update_plan(plan: UpdatePlan) -> None:
-    """Refuses an update plan that cannot be carried out."""
-    _check_plan(plan, UpdatePlan, {"trajectory_device": ("device", "host")}, resident_blocks=(None, 0))
+    check_plan(plan, RolloutPlan)
 
 
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
@@ -309,12 +311,7 @@ def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
         )
 
 
-def _check_plan(
-    plan: RolloutPlan | UpdatePlan,
-    kind: type[RolloutPlan | UpdatePlan],
-    choices: Mapping[str, Sequence[str | None]],
-    **may_be: Any,
-) -> None:
+def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
     """Refuses what is no plan of a kind, and counts, switches, predictions and choices that cannot be meant."""
     if not isinstance(plan, kind):
         raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
@@ -323,12 +320,11 @@ def _check_plan(
         name, value, where = entry.name, getattr(plan, entry.name), f"{called}.{entry.name}"
         if entry.type == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; write True or False.")
-        if not str(entry.type).startswith("int") or any(value is one for one in may_be.get(name, ())):
+        if not str(entry.type).startswith("int") or (value is None and str(entry.type).endswith("None")):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
-        least = 0 if 0 in may_be.get(name, ()) else 1
-        if value < least:
+        if value < (least := 0 if name in _MAY_BE_ZERO else 1):
             raise ConfigError(f"{where} is {value}; it must be at least {least}.")
     predicted = plan.predicted_bytes
     if not isinstance(predicted, Mapping):
@@ -338,8 +334,8 @@ def _check_plan(
     for name, size in predicted.items():
         if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
             raise ConfigError(f"{called}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
-    for name, known in {**choices, "compile": (None, *COMPILE_MODES)}.items():
-        if (value := getattr(plan, name)) not in known:
+    for name, known in _CHOICES.items():
+        if hasattr(plan, name) and (value := getattr(plan, name)) not in known:
             raise ConfigError(f"{called}.{name} is {value!r}; write one of {', '.join(map(repr, known))}.")
     if plan.compile is not None and plan.resident_blocks is not None:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import claim, in_phase, is_on_host, listened_to, local_part, weights_of
-from memsafe_rl.memory.planning.policies import check_rollout_plan, check_update_plan
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
 from memsafe_rl.memory.runtime.leaks import LeakWatch
@@ -191,7 +191,7 @@ class MemoryTracker:
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event."""
-        (check_rollout_plan if kind is RolloutPlan else check_update_plan)(plan)
+        check_plan(plan, kind)
         self._plans[type(plan)] = plan
         self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
         self.record("plan", kind="rollout" if kind is RolloutPlan else "update", **plain_plan(plan))
