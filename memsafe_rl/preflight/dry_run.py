@@ -290,20 +290,16 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checke
     about = model.config.to_json_string(use_diff=False), attention, coef, settings.autocast_dtype
     key = weights, kinds, about, memory.allocator is None
     if key not in _CHECKS:
-        _CHECKS[key] = _check(model, settings, memory, coef)
+        held = memory.live_bytes
+        adapter = adapter_for(model, pad_token_id=0)
+        if coef:
+            adapter.balance_experts(coef)
+        with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
+            check_adapter(adapter)
+        extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
+        memory.forget_phases()
+        _CHECKS[key] = Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
     return _CHECKS[key]
-
-
-def _check(model: Any, settings: Any, memory: SimulatedMemory, coef: float) -> Checked:
-    held = memory.live_bytes
-    adapter = adapter_for(model, pad_token_id=0)
-    if coef:
-        adapter.balance_experts(coef)
-    with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
-        check_adapter(adapter)
-    extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
-    memory.forget_phases()
-    return Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
 
 
 def _narrow_bytes(model: Any, settings: Any) -> int:
