@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,23 +41,9 @@ _open_counts: list[CountingAllocator] = []
 _Split = tuple[int, ...]
 """Bytes held, then how they divide, by the number of the component."""
 
-
-@dataclass(frozen=True)
-class _Reading:
-    """The allocator's counters at one moment."""
-
-    allocations: int
-    refusals: int
-    device: _Split
-    host: _Split
-
-    def since(self, base: _Reading) -> _Reading:
-        return _Reading(
-            self.allocations - base.allocations,
-            self.refusals - base.refusals,
-            _minus(self.device, base.device),
-            _minus(self.host, base.host),
-        )
+_SPLIT = 1 + len(_COMPONENTS)
+_ALLOCATIONS, _REFUSALS, _DEVICE, _HOST = 0, 1, slice(2, 2 + _SPLIT), slice(2 + _SPLIT, 2 + 2 * _SPLIT)
+"""Where the allocator's counters stand in a reading."""
 
 
 class CountingAllocator(ByteCounter):
@@ -71,22 +56,21 @@ class CountingAllocator(ByteCounter):
 
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
         check_limits(capacity_bytes, fail_at)
-        nothing = (0,) * (1 + len(_COMPONENTS))
         self.capacity_bytes = capacity_bytes  # that may be held, counted from entry; None for no limit
         self._fail_at = fail_at
         self._library: ctypes.CDLL | None = None
-        self._base = self._closed = _Reading(0, 0, nothing, nothing)
-        self._highest = dict.fromkeys(_PEAKS, nothing)
+        self._base = self._closed = (0,) * _HOST.stop
+        self._highest: dict[Held, _Split] = dict.fromkeys(_PEAKS, (0,) * _SPLIT)
 
     def split(self, held: Held) -> tuple[int, dict[Component, int]]:
         """Gives how many bytes there are, and how they divide."""
         if held in (Held.NOW, Held.HOST_NOW):
-            numbers = self._reading().device if held is Held.NOW else self._reading().host
+            numbers = self._reading()[_DEVICE if held is Held.NOW else _HOST]
         else:
             highest = self._highest[held]
             if self._library is not None:
                 highest = _higher(highest, _read_peak(self._library, held))
-            numbers = _minus(highest, self._base.host if held is Held.HOST_PEAK else self._base.device)
+            numbers = _minus(highest, self._base[_HOST if held is Held.HOST_PEAK else _DEVICE])
         return numbers[0], dict(zip(_COMPONENTS, numbers[1:], strict=True))
 
     def restart(self, held: Held) -> None:
@@ -99,12 +83,12 @@ class CountingAllocator(ByteCounter):
     @property
     def allocations(self) -> int:
         """Allocations asked for since entry, refused ones included, host memory left out."""
-        return self._reading().allocations
+        return self._reading()[_ALLOCATIONS]
 
     @property
     def refusals(self) -> int:
         """Allocations refused since entry."""
-        return self._reading().refusals
+        return self._reading()[_REFUSALS]
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
@@ -191,8 +175,8 @@ class CountingAllocator(ByteCounter):
             raise MemsafeError("This count is closed. Use it inside its `with` block.")
         return self._library
 
-    def _reading(self) -> _Reading:
-        return self._closed if self._library is None else _read(self._library).since(self._base)
+    def _reading(self) -> tuple[int, ...]:
+        return self._closed if self._library is None else _minus(_read(self._library), self._base)
 
 
 def compiler_available() -> bool:
@@ -200,26 +184,25 @@ def compiler_available() -> bool:
     return _binary_path().exists() or _compiler() is not None
 
 
-def _minus(split: _Split, base: _Split) -> _Split:
-    return tuple(value - start for value, start in zip(split, base, strict=True))
+def _minus(numbers: tuple[int, ...], base: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(value - start for value, start in zip(numbers, base, strict=True))
 
 
 def _higher(older: _Split, newer: _Split) -> _Split:
     return newer if newer[0] >= older[0] else older
 
 
-def _read(library: ctypes.CDLL) -> _Reading:
+def _read(library: ctypes.CDLL) -> tuple[int, ...]:
     width = 1 + library.memsafe_components()
     numbers = (ctypes.c_int64 * (2 + 2 * width))()
     library.memsafe_read(numbers)
-    used = 1 + len(_COMPONENTS)
-    return _Reading(numbers[0], numbers[1], tuple(numbers[2 : 2 + used]), tuple(numbers[2 + width : 2 + width + used]))
+    return (*numbers[: 2 + _SPLIT], *numbers[2 + width : 2 + width + _SPLIT])
 
 
 def _read_peak(library: ctypes.CDLL, held: Held) -> _Split:
     numbers = (ctypes.c_int64 * (1 + library.memsafe_components()))()
     library.memsafe_read_peak(held, numbers)
-    return tuple(numbers[: 1 + len(_COMPONENTS)])
+    return tuple(numbers[:_SPLIT])
 
 
 def _remember(library: ctypes.CDLL, held: Held) -> None:
@@ -232,11 +215,11 @@ def _remember(library: ctypes.CDLL, held: Held) -> None:
 def _apply_limits(library: ctypes.CDLL) -> None:
     """Hands the tightest capacity and the nearest chosen failure of all open counts to the allocator."""
     limits = [
-        count._base.device[0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
+        count._base[_DEVICE][0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
     ]
     library.memsafe_set_limit(max(0, min(limits)) if limits else _UNLIMITED)
-    asked = _read(library).allocations
-    chosen = [count._base.allocations + count._fail_at for count in _open_counts if count._fail_at is not None]
+    asked = _read(library)[_ALLOCATIONS]
+    chosen = [count._base[_ALLOCATIONS] + count._fail_at for count in _open_counts if count._fail_at is not None]
     library.memsafe_set_fail_at(min((number for number in chosen if number > asked), default=0))
 
 
