@@ -11,6 +11,7 @@ on the host except for the gradients.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import pickle
@@ -110,7 +111,9 @@ class Replicas:
         """Joins every rank's list, in rank order, on every rank."""
         with host_memory():
             stream = io.BytesIO()
-            _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(items)
+            pickler = pickle.Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
+            pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
+            pickler.dump(items)
             own = bytearray(stream.getbuffer())
             with self._collective(len(own)) as sizes:
                 parts = [own if source == self.rank else bytearray(size) for source, size in enumerate(sizes)]
@@ -258,14 +261,10 @@ Parallel = OneProcess | Replicas
 """The processes of a run: one, or replicas of one model; what knows of several stands in these two."""
 
 
-class _Pickler(pickle.Pickler):
-    """Writes a tensor as its own bytes; PyTorch's way writes all of the storage that a row of a batch is a view of."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not Tensor:
-            return NotImplemented
-        flat = thing.detach().cpu().reshape(-1).contiguous()
-        return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(thing.shape))
+def _reduced(tensor: Tensor) -> Any:
+    """Pickles a tensor as its own bytes; PyTorch's way writes all of the storage that a row of a batch is a view of."""
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(tensor.shape))
 
 
 def _unpickled_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

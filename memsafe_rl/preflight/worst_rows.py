@@ -96,18 +96,15 @@ def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list
     if work.geometry.unit is not None:
         return list(range(len(work.row_tokens)))
     groups, chosen = _cut(work, plan), set(_telling(work, plan))
-    if micro_batches > 1:
-        chosen |= {0} if work.sources else set(_records(work, groups, packed=plan.pack_prompts))
+    if micro_batches > 1 and work.sources:
+        chosen.add(0)
+    elif micro_batches > 1:
+        sizes = [slice_tokens(work, rows, packed=plan.pack_prompts) for rows in groups]
+        chosen |= {number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)}
     if not work.sources:
         others = [number for number in range(len(groups)) if number not in chosen]
         chosen |= set(others[: max(0, micro_batches - len(chosen))])
     return [place for number in sorted(chosen) for place in groups[number]]
-
-
-def _records(work: UpdateWork, parts: Sequence[Sequence[int]], *, packed: bool) -> list[int]:
-    """Numbers the micro-batches that have more tokens than all before them."""
-    sizes = [slice_tokens(work, rows, packed=packed) for rows in parts]
-    return [number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)]
 
 
 def _cut(work: UpdateWork, plan: UpdatePlan) -> list[list[int]]:

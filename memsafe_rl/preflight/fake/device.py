@@ -56,7 +56,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if func is torch.ops.aten.add.Tensor and _in_backward():
+        adds = func is torch.ops.aten.add.Tensor
+        if adds and not torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:  # in a backward
             holders = _holders(args[0])
             if self._holders is not None:
                 self._holders.append(holders)
@@ -121,10 +122,6 @@ def _holders(tensor: Any) -> tuple[int, int, int]:
     count: Any = getattr(tensor, "_use_count", None)  # not in every version of PyTorch
     storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return int(count()) if count is not None else 0, int(storage), sys.getrefcount(tensor)
-
-
-def _in_backward() -> bool:
-    return not torch.is_grad_enabled() and int(torch._C._current_graph_task_id()) >= 0
 
 
 def nothing_differs() -> AbstractContextManager[Any]:
