@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from memsafe_rl.accounting import charge, in_phase, listen, stop_listening
-from memsafe_rl.memory.runtime.holdings import watch_gradients
+from memsafe_rl.memory.runtime.tracker import watch_gradients
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
@@ -70,7 +70,7 @@ def two_steps(model: Any, shape: dict[str, Any], memory: SimulatedMemory) -> int
 def forecast(shape: dict[str, Any]) -> int:
     """Forecasts the peak of one rank."""
     with fake_device() as memory:
-        memory.divide(parts_of(Sharding.FSDP, RANKS))
+        memory.ledger.divide(parts_of(Sharding.FSDP, RANKS))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config_of(shape)).eval()
         with charge(Component.WEIGHTS):

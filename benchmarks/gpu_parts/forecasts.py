@@ -27,7 +27,6 @@ from benchmarks.gpu_parts.sizes import (
 from benchmarks.random_runs import draw_run
 from benchmarks.small import filled_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, forecast_memory
-from memsafe_rl.memory.runtime.device_readings import driver_free_bytes
 from memsafe_rl.preflight.speed import measured_speed
 from memsafe_rl.types import Phase
 
@@ -61,13 +60,13 @@ def foreseen(case: Case, size: Size) -> Record:
         }
         speed = measured_speed(DEVICE, size.dtype)
         told = forecast_memory(folder, args, device_bytes=meter.total_bytes(), device="cuda", speed=speed, **given)
-        driver_before = driver_free_bytes(meter, DEVICE)
+        driver_before = meter.unheld_bytes()
         trainer = GRPOTrainer(random_network(config, size), Spread(), args=args, **given)
         began = clock()
         trainer.train()
         seconds = (clock() - began) / _STEPS
         held, reserved = highest(trainer, "memory/peak_bytes"), highest(trainer, "memory/reserved_bytes")
-        driver = driver_before - driver_free_bytes(meter, DEVICE)
+        driver = driver_before - meter.unheld_bytes()
         failed = failures(trainer)
         del trainer
     bytes_told = max(peak for phase, peak in told.phase_bytes.items() if phase is not Phase.LOAD)

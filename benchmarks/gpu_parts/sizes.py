@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from benchmarks.small import EOS_ID, PAD_ID
-from memsafe_rl.memory.runtime.first_use import prepare_device
 from memsafe_rl.memory.runtime.meters import MemoryMeter, meter_for
+from memsafe_rl.memory.runtime.recovery import prepare_device
 from memsafe_rl.preflight.fake.families import config_for
 
 Record = dict[str, Any]

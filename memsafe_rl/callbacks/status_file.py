@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from memsafe_rl.diagnostics.run_figures import phase_peaks
 from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, versions, write_json
-from memsafe_rl.memory.runtime.device_readings import allocator_counters, device_facts, driver_free_bytes
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.records import RUN_FILE, read_json, run_id_of, still_ours
 
@@ -38,7 +36,6 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
 
     output_dir: Path
     tracker: MemoryTracker
-    device: torch.device
     facts: Callable[[], Mapping[str, Any]] = dict  # further facts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
@@ -53,7 +50,7 @@ class RunRecord(TrainerCallback):  # type: ignore[misc]
             **now,
             "starts": [*known.get("starts", ()), {"start": known.get("start", 0), **now}],
             "max_steps": state.max_steps,
-            "device": asdict(device_facts(self.tracker.meter, self.device)),
+            "device": asdict(self.tracker.meter.facts()),
             "budget_bytes": self.tracker.budget_bytes,
             "counts_tensors": self.tracker.meter.is_exact,
             "versions": {"python": platform.python_version(), **versions()},
@@ -73,7 +70,6 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self,
         output_dir: Path,
         tracker: MemoryTracker,
-        device: torch.device,
         *,
         rank: int = 0,
         world_size: int = 1,
@@ -81,7 +77,6 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         self._path = output_dir / status_file(rank)
         self._tracker = tracker
-        self._device = device
         self._every_seconds = every_seconds
         self._fixed: dict[str, Any] = {"rank": rank, "world_size": world_size}
         self._now: dict[str, Any] = {"metrics": {}}
@@ -105,7 +100,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             "run_dir": str(self._path.parent.resolve()),
             "began": time.time(),
             "max_steps": state.max_steps,
-            "device": asdict(device_facts(self._tracker.meter, self._device)),
+            "device": asdict(self._tracker.meter.facts()),
             "counts_tensors": self._tracker.meter.is_exact,
         }
         self._now = {"state": "training", "step": state.global_step, "sampling": None, "metrics": {}}
@@ -176,11 +171,11 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         if time.monotonic() - self._queried < self._every_seconds:
             return
         self._queried = time.monotonic()
-        self._now = {**self._now, "free_bytes": driver_free_bytes(self._tracker.meter, self._device)}
+        self._now = {**self._now, "free_bytes": self._tracker.meter.unheld_bytes()}
 
     def snapshot(self) -> dict[str, Any]:
         """Gives the run's status in plain values."""
-        tracker, counters = self._tracker, allocator_counters(self._tracker.meter, self._device)
+        tracker, meter, live_bytes = self._tracker, self._tracker.meter, self._tracker.meter.live_bytes()
         peaks = dict(self._peaks)
         for name, peak in dict(tracker.phase_peaks).items():
             peaks[str(name)] = max(peaks.get(name, 0), peak)
@@ -197,13 +192,13 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
             "written": time.time(),
             "phase": str(tracker.phase_now),
             "budget_bytes": tracker.budget_bytes,
-            "allocated_bytes": counters.allocated_bytes,
-            "reserved_bytes": counters.reserved_bytes,
+            "allocated_bytes": live_bytes,
+            "reserved_bytes": meter.reserved_bytes(),
             "phase_peak_bytes": peaks,
-            "peak_bytes": max(peaks.values(), default=counters.allocated_bytes),
+            "peak_bytes": max(peaks.values(), default=live_bytes),
             "predicted_bytes": predicted,
-            "allocator_retries": counters.retries,
-            "allocator_ooms": counters.ooms,
+            "allocator_retries": meter.allocator_retries(),
+            "allocator_ooms": meter.refusals(),
             "failures": self._counted["failure"],
             "retries": self._counted["retry"],
         }

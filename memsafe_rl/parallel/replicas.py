@@ -11,6 +11,7 @@ on the host except for the gradients.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import pickle
@@ -78,9 +79,8 @@ class Replicas:
 
     def __init__(self, accelerator: Accelerator, *, sharded: bool = False) -> None:
         self.world_size: int = accelerator.num_processes
-        self._parts: dict[Component, int] = dict.fromkeys(
-            _DIVIDED if sharded else (), self.world_size
-        )  # ranks that share each component
+        # ranks that share each component
+        self._parts: dict[Component, int] = dict.fromkeys(_DIVIDED if sharded else (), self.world_size)
         self.rank: int = accelerator.process_index
         self.is_main: bool = accelerator.is_main_process
         self._ended: str | None = None
@@ -110,7 +110,11 @@ class Replicas:
     def gather(self, items: list[Item]) -> list[Item]:
         """Joins every rank's list, in rank order, on every rank."""
         with host_memory():
-            own = _pickled(items)
+            stream = io.BytesIO()
+            pickler = pickle.Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL)
+            pickler.dispatch_table = {**copyreg.dispatch_table, Tensor: _reduced}
+            pickler.dump(items)
+            own = bytearray(stream.getbuffer())
             with self._collective(len(own)) as sizes:
                 parts = [own if source == self.rank else bytearray(size) for source, size in enumerate(sizes)]
                 for source, part in enumerate(parts):
@@ -181,7 +185,12 @@ class Replicas:
             try:
                 failed = self._exchange(size)
                 if failed is not None:
-                    self._ended = self._farewell_of(failed)
+                    reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
+                    self._ended = (
+                        f"Rank {failed} ended the run: {reason}. This rank stopped with it, after the last step that "
+                        f"all ranks finished. See rank {failed}'s own error for the cause, and resume from the last "
+                        "checkpoint."
+                    )
                     raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
@@ -210,13 +219,6 @@ class Replicas:
             return None
         distributed.broadcast(self._reason_tensor, src=failed, group=self._hosts)
         return failed
-
-    def _farewell_of(self, rank: int) -> str:
-        reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
-        return (
-            f"Rank {rank} ended the run: {reason}. This rank stopped with it, after the last step that all ranks "
-            f"finished. See rank {rank}'s own error for the cause, and resume from the last checkpoint."
-        )
 
 
 @dataclass(frozen=True)
@@ -259,20 +261,10 @@ Parallel = OneProcess | Replicas
 """The processes of a run: one, or replicas of one model; what knows of several stands in these two."""
 
 
-class _Pickler(pickle.Pickler):
-    """Writes a tensor as its own bytes; PyTorch's way writes all of the storage that a row of a batch is a view of."""
-
-    def reducer_override(self, thing: Any) -> Any:
-        if type(thing) is not Tensor:
-            return NotImplemented
-        flat = thing.detach().cpu().reshape(-1).contiguous()
-        return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(thing.shape))
-
-
-def _pickled(thing: Any) -> bytearray:
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(thing)
-    return bytearray(stream.getbuffer())
+def _reduced(tensor: Tensor) -> Any:
+    """Pickles a tensor as its own bytes; PyTorch's way writes all of the storage that a row of a batch is a view of."""
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return _unpickled_tensor, (flat.view(torch.uint8).numpy().tobytes(), flat.dtype, tuple(tensor.shape))
 
 
 def _unpickled_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

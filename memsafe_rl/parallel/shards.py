@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from operator import call
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -39,6 +40,7 @@ from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
 T = TypeVar("T")
+Run = Callable[[Callable[[], Any]], Any]
 
 _FORWARD = "memsafe_forward"
 """The method of a divided network inside of which FSDP2 expects its forward."""
@@ -64,9 +66,9 @@ class WholeWeights:
         """Changes nothing: the weights are whole."""
         yield
 
-    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG002
-        """Runs a network's forward."""
-        return run()
+    def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
+        """Gives what runs a network's forward: nothing besides."""
+        return call
 
     def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
         """Gives this rank's micro-batches."""
@@ -127,14 +129,7 @@ class _Word:
 
 
 class ShardedWeights:
-    """Networks whose weights, gradients and optimizer states are divided among all ranks.
-
-    Args:
-        networks: language models with the layers of their adapters in place, each whole on the device; changed in
-            place.
-        ranks: the processes.
-        device: where the weights are.
-    """
+    """Networks whose weights, gradients and optimizer states are divided, in place, among all ranks."""
 
     divided = in_rounds = True
 
@@ -169,7 +164,7 @@ class ShardedWeights:
             ):
                 setattr(group, name, _Noted(self, issue, _Operation(place, kind)))
         for root in self._roots:
-            setattr(root, _FORWARD, MethodType(_run, root))
+            setattr(root, _FORWARD, MethodType(lambda _, run: run(), root))
             register_fsdp_forward_method(root, _FORWARD)
             root._get_fsdp_state()._lazy_init()  # else the first block to run would take itself for a root
 
@@ -215,13 +210,10 @@ class ShardedWeights:
 
     # ------------------------------------------------------------------ rounds
 
-    def forward(self, network: nn.Module, run: Callable[[], T]) -> T:
-        """Runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
+    def forward_of(self, network: nn.Module) -> Run:
+        """Gives what runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
         root = self._root_of(network)
-        if root is None:
-            return run()
-        result: T = getattr(root, _FORWARD)(run)
-        return result
+        return call if root is None else getattr(root, _FORWARD)
 
     def learn_order(self, run: Callable[[], object]) -> None:
         """Notes in which order a forward and backward communicate: all ranks run one together, before all else."""
@@ -233,9 +225,9 @@ class ShardedWeights:
         """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
         self._reset()  # a user's own forward leaves traces
         waiting = iter(micro_batches)
-        micro, more = _next(waiting)
+        micro = next(waiting, None)
         while True:
-            words = self._ranks.words(_Word.MORE if more else _Word.DONE)
+            words = self._ranks.words(_Word.DONE if micro is None else _Word.MORE)
             if _Word.FAILED in words:
                 raise PeerOutOfMemoryError(f"rank {words.index(_Word.FAILED)} ran out of memory in this accumulation")
             if _Word.MORE not in words:
@@ -243,13 +235,13 @@ class ShardedWeights:
             if self._order is None:
                 raise AssertionError("learn the order of collectives before the first round")
             self._left = deque(self._order)
-            if more:
-                yield micro  # type: ignore[misc]
-                self._end_round()
-                micro, more = _next(waiting)
-            else:
+            if micro is None:
                 self._play()
                 self._reset()
+            else:
+                yield micro
+                self._end_round()
+                micro = next(waiting, None)
 
     def leave_round(self, repeat: Repeat) -> None:
         """Plays what is left of a round that failed, and tells the other ranks; all begin the accumulation again."""
@@ -340,33 +332,21 @@ class ShardedWeights:
             part = value.part if isinstance(value, DividedPart) else local_part(value)
             place = tensor_place(part)
             if place not in known:
-                known[place] = self._bring(part, divided=part is not value)
+                with host_memory():
+                    if part is value:
+                        known[place] = part.detach().to("cpu", copy=True)
+                    else:
+                        parts = self._ranks.to_main(part)
+                        known[place] = None if parts is None else torch.cat(parts)
             return known[place]
         if isinstance(value, Mapping):
             return {name: self._brought(each, known) for name, each in value.items()}
-        parts = type(value) in (list, tuple)
-        return type(value)(self._brought(each, known) for each in value) if parts else value
-
-    def _bring(self, part: Tensor, *, divided: bool) -> Tensor | None:
-        with host_memory():
-            if not divided:
-                return part.detach().to("cpu", copy=True)
-            parts = self._ranks.to_main(part)
-            return None if parts is None else torch.cat(parts)
+        is_list = type(value) in (list, tuple)
+        return type(value)(self._brought(each, known) for each in value) if is_list else value
 
 
 Shards = WholeWeights | ShardedWeights
 """Where a run's weights lie: whole on every rank, or divided."""
-
-
-def _run(network: nn.Module, run: Callable[[], T]) -> T:  # noqa: ARG001
-    return run()
-
-
-def _next(waiting: Iterator[T]) -> tuple[T | None, bool]:
-    for item in waiting:
-        return item, True
-    return None, False
 
 
 def _unshard(group: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,20 +37,7 @@ from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds, compile_seconds, count_step
 from memsafe_rl.preflight.speed import DeviceSpeed
-from memsafe_rl.preflight.worst_case import (
-    Drawing,
-    Longest,
-    drawing_of,
-    evaluates,
-    find_longest,
-    longest_evaluation,
-    longest_rows,
-    plan_rollout,
-    terms_of,
-    try_drawing,
-    try_scoring,
-    try_update,
-)
+from memsafe_rl.preflight.worst_case import Drawing, Longest, Probe, evaluates, find_longest, longest_evaluation
 from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
@@ -112,6 +99,7 @@ class DryRun:
 
     config: TrainerConfig
     device: str
+    device_bytes: int
     shared: SharedState
     dataset: Any = None
     tokenizer: Any = None
@@ -131,9 +119,7 @@ class DryRun:
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
             raise ConfigError(f"prompt_tokens is {self.prompt_tokens}; the longest prompt has at least 1 token.")
 
-    def run(
-        self, network: Any, memory: SimulatedMemory, device_bytes: int, *, reference: Callable[[], Any]
-    ) -> MemoryForecast:
+    def run(self, network: Any, memory: SimulatedMemory, *, reference: Callable[[], Any]) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
         checked = _check_shallow(network(shallow=True), self.config, memory)
         gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
@@ -141,19 +127,18 @@ class DryRun:
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, frozen = network(), reference()
             share_tower(language_model_of(model), frozen)
-            room_bytes = room_for_weights(self._budget_bytes(device_bytes))
-            on_host = put_on(language_model_of(model), torch.device("cpu"), room_bytes)
+            on_host = put_on(language_model_of(model), torch.device("cpu"), room_for_weights(self._budget_bytes))
         if on_host:  # loaded there, they were never on the device
             memory.empty_cache()
             memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
-        return self.run_model(model, frozen, checked, memory, device_bytes)
+        return self.run_model(model, frozen, memory, checked)
 
     def run_model(
-        self, model: Any, reference: Any, checked: Checked | None, memory: SimulatedMemory, device_bytes: int
+        self, model: Any, reference: Any, memory: SimulatedMemory, checked: Checked | None = None
     ) -> MemoryForecast:
         """Builds a setup of a network with fake weights, and tries its longest rows."""
-        self.config.memory_budget = self._budget_bytes(device_bytes)
+        self.config.memory_budget = self._budget_bytes
         self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
         longest = self._longest(setup)
@@ -164,13 +149,17 @@ class DryRun:
             settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
         except MemoryBudgetError as error:
             refusal = str(error)
+        tracker, phases, state = setup.memory, memory.phase_peaks(), setup.memory.state()
+        if checked is not None:  # the peak of the load is held against the moment of the check at start
+            check = {**self._loaded, Component.OTHER: self._loaded[Component.OTHER] + checked.extra_bytes}
+            phases[Phase.LOAD] = max(phases[Phase.LOAD], check, key=lambda parts: sum(parts.values()))
         found = MemoryForecast(
-            phases=_phases(memory, self._loaded, checked),
-            budget_bytes=setup.memory.budget_bytes,
-            device_bytes=device_bytes,
-            rollout_plan=setup.memory.rollout_plan,
-            update_plan=setup.memory.update_plan,
-            corrections=dict(setup.memory.state().corrections),
+            phases=phases,
+            budget_bytes=tracker.budget_bytes,
+            device_bytes=self.device_bytes,
+            rollout_plan=tracker.rollout_plan,
+            update_plan=tracker.update_plan,
+            corrections=dict(state.corrections),
             prompt_tokens=len(longest.prompt),
             completion_tokens=longest.completion_tokens,
             job=_job(setup, longest, memory),
@@ -179,13 +168,14 @@ class DryRun:
             sharding=self.shared.sharding.value,
             host_bytes=_host_bytes(setup, self.device),
             reserved=memory.reserved_peaks(),
-            failures=setup.memory.state().failures,
+            failures=state.failures,
         )
         return found if settled is None else replace(found, step_seconds=self._seconds(settled, longest))
 
-    def _budget_bytes(self, device_bytes: int) -> int:
+    @property
+    def _budget_bytes(self) -> int:
         budget = MemoryBudget.parse(self.config.memory_budget)
-        return budget.resolve(total_bytes=device_bytes, free_bytes=device_bytes)
+        return budget.resolve(total_bytes=self.device_bytes, free_bytes=self.device_bytes)
 
     def _build(self, model: Any, reference: Any, checked: Checked | None) -> TrainingSetup:
         """Builds the run's own setup, alone on its device, which informs nobody and rewards nothing."""
@@ -197,7 +187,12 @@ class DryRun:
         if evaluates(config) and self.evaluation is None:
             self.evaluation = Dataset.from_dict({"prompt": ["a"] * config.rollout_rows})
             self._assumes_evaluation = True
-        functions = _no_rewards(config, [reward_model_name(one) for one in reward_models])
+        # Functions that pay nothing, under the names that the settings call them by.
+        wanted = dict.fromkeys(reward for objective in config.objective_list for reward in objective.rewards)
+        modelled = {reward_model_name(one) for one in reward_models}
+        functions = [_no_reward(name) for name in wanted if name not in modelled]
+        if not functions and not reward_models:
+            functions = [_no_reward("_no_reward")]
         request = TrainingRequest(
             model,
             [*functions, *reward_models],
@@ -257,17 +252,18 @@ class DryRun:
             return Longest((0,), completion, "chains are alike")
         if self.prompt_tokens is None and self.dataset is not None:
             longest = find_longest(setup)
-            self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
-            return longest
-        tokens, source = self.prompt_tokens, "as given"
-        if tokens is None:
-            tokens, source = self.config.max_prompt_length, "max_prompt_length"
-        if tokens is None:
+        else:
             room = setup.adapter.geometry.room_for_prompt(completion)
-            tokens = _ANY_PROMPT if room is None else max(1, min(_ANY_PROMPT, room))
-            source = "assumed, for nothing says how long prompts are"
-        self.about_prompts = f"the longest prompt has {tokens} tokens ({source})"
-        return Longest((1,) * tokens, completion, source)
+            most = _ANY_PROMPT if room is None else room
+            told = {
+                "as given": self.prompt_tokens,
+                "max_prompt_length": self.config.max_prompt_length,
+                "assumed, for nothing says how long prompts are": max(1, min(_ANY_PROMPT, most)),
+            }
+            source, tokens = next((source, tokens) for source, tokens in told.items() if tokens is not None)
+            longest = Longest((1,) * tokens, completion, source)
+        self.about_prompts = f"the longest prompt has {len(longest.prompt)} tokens ({longest.source})"
+        return longest
 
 
 class Checked(NamedTuple):
@@ -294,20 +290,16 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checke
     about = model.config.to_json_string(use_diff=False), attention, coef, settings.autocast_dtype
     key = weights, kinds, about, memory.allocator is None
     if key not in _CHECKS:
-        _CHECKS[key] = _check(model, settings, memory, coef)
+        held = memory.live_bytes
+        adapter = adapter_for(model, pad_token_id=0)
+        if coef:
+            adapter.balance_experts(coef)
+        with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
+            check_adapter(adapter)
+        extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
+        memory.forget_phases()
+        _CHECKS[key] = Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
     return _CHECKS[key]
-
-
-def _check(model: Any, settings: Any, memory: SimulatedMemory, coef: float) -> Checked:
-    held = memory.live_bytes
-    adapter = adapter_for(model, pad_token_id=0)
-    if coef:
-        adapter.balance_experts(coef)
-    with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
-        check_adapter(adapter)
-    extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)
-    memory.forget_phases()
-    return Checked(adapter.path, adapter.joins, adapter.packs_prompts, extra)
 
 
 def _narrow_bytes(model: Any, settings: Any) -> int:
@@ -316,17 +308,6 @@ def _narrow_bytes(model: Any, settings: Any) -> int:
     matrices = [weight for name, weight in named if name.endswith("weight") and weight.dim() > 1]
     kept = [weight.numel() for weight in matrices if weight.requires_grad]
     return 0 if dtype is None else dtype.itemsize * sum(kept)
-
-
-def _phases(
-    memory: SimulatedMemory, loaded: Mapping[Component, int], checked: Checked | None
-) -> dict[Phase, dict[Component, int]]:
-    """Gives the peaks of phases, that of the load held against the moment of the check at start."""
-    found = memory.phase_peaks()
-    if checked is None:
-        return found
-    check = {**loaded, Component.OTHER: loaded[Component.OTHER] + checked.extra_bytes}
-    return {**found, Phase.LOAD: max(found[Phase.LOAD], check, key=lambda parts: sum(parts.values()))}
 
 
 def _loaded_before(model: Any, critic: Any, ranks: int) -> dict[Component, int]:
@@ -379,7 +360,7 @@ def _try_until_settled(
             for trial in trials:
                 _try(setup, committer, trial)
             if evaluation is not None:
-                try_drawing(setup, evaluation)
+                Probe(setup, longest).draw(evaluation)
             drawn, learned = tracker.rollout_plan, tracker.update_plan
             trials = worst_trials(setup, among, grows=grows)
             rollout = trials[-1].plans[0]
@@ -393,20 +374,20 @@ def _try_until_settled(
 
 def _try(setup: TrainingSetup, committer: Committer, trial: Trial) -> None:
     """Tries a rollout and its optimizer steps, each up to the moment at which weights move, and moves them."""
-    longest = trial.longest
-    plan_rollout(setup, longest)
+    probe = Probe(setup, trial.longest)
+    probe.plan_rollout()
     if trial.draws:
-        try_drawing(setup, drawing_of(setup, longest))
-    trajectory = longest_rows(setup, longest)
+        probe.draw(probe.drawing)
+    trajectory = probe.rows()
     if trial.scores:
-        try_scoring(setup, longest, trajectory, trial.plans[1].logprob_tile)
-    config, count = setup.config, _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
+        probe.score(trajectory, trial.plans[1].logprob_tile)
+    count = _CUDA_MICRO_BATCHES if setup.memory.state().device == "cuda" else _MICRO_BATCHES
     # The run's first step fixes its terms before it has a plan, others under that of the step before.
-    is_first = longest.rollout == 0 and config.steps_per_rollout == 1
+    is_first = trial.longest.rollout == 0 and setup.config.steps_per_rollout == 1
     for step in trial.steps:
-        terms = terms_of(setup, trajectory, step.rows) if is_first else None
-        Learner(setup).plan(trajectory, step.rows)
-        try_update(setup, trajectory, step.rows, count, terms)
+        terms = probe.terms(trajectory, step.rows) if is_first else None
+        probe.learner.plan(trajectory, step.rows)
+        probe.update(trajectory, step.rows, count, terms)
         with setup.memory.phase(Phase.OPTIMIZER):
             setup.recovery.once(Stage.COMMIT, committer.commit)
 
@@ -443,12 +424,6 @@ def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
     """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
-
-
-def _no_rewards(settings: Any, models: Sequence[str]) -> list[Any]:
-    """Gives reward functions that pay nothing, under the names that the settings call them by, models left out."""
-    wanted = {reward: None for objective in settings.objective_list for reward in objective.rewards}
-    return [_no_reward(name) for name in wanted if name not in models] or ([] if models else [_no_reward("_no_reward")])
 
 
 def _no_reward(name: str) -> Any:

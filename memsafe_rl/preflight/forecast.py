@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,7 +97,9 @@ def forecast_memory(
         ConfigError: the model has no config that can be read, the device has no bytes, or settings contradict each
             other.
     """
-    total = _checked_device_bytes(device_bytes)
+    total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
+    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
+        raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
     if not isinstance(model, (str, DiffusionPolicy)):
         raise ConfigError(
             f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config, or a "
@@ -108,28 +110,32 @@ def forecast_memory(
     started = time.perf_counter()
     config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
     shared = SharedState(read_sharding(sharding, ranks), ranks)
-    run = partial(DryRun, config, device, policy=memory_policy, shared=shared, speed=speed)
+    run = partial(DryRun, config, device, total, shared, policy=memory_policy, speed=speed)
+    cuda = about_cuda() if device == "cuda" else ()
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
         dry = run(critic=lambda: _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic)
-        found = _forecast_chains(dry, model, config, total, device, peft_config, shared)
+        with _simulating(dry) as memory:
+            found = dry.run_model(*_fake_chains(model, config, peft_config), memory)
+        told = ("all chains are alike", *cuda)
     else:
         network = _Network.of(model, config, device, peft_config, quantization_config, critic)
         dry = run(
             dataset=train_dataset,
             tokenizer=processing_class,
             prompt_tokens=prompt_tokens,
-            critic=partial(_critic_of_tokens, critic, config, device),
+            critic=partial(_critic_of_tokens, critic, config),
             evaluation=eval_dataset,
             reward_models=lambda: [_fake_reward_model(one, config) for one in reward_models],
         )
-        found = _forecast_tokens(dry, network, config, total, shared)
-        if reward_models:
-            about = "reward models read as many tokens as prompt and completion have"
-            found = replace(found, assumptions=(*found.assumptions, about))
-    told = () if args is None else _about_engines(args)
-    return replace(found, seconds=time.perf_counter() - started, assumptions=(*found.assumptions, *told))
+        with _simulating(dry) as memory:
+            found = dry.run(network, memory, reference=network.reference_of(config))
+        rewards = ("reward models read as many tokens as prompt and completion have",) if reward_models else ()
+        told = (dry.about_prompts, network.assumption, *cuda, *rewards)
+    engines = () if args is None else _about_engines(args)
+    assumptions = (*shared.sentences(), *told, *engines)
+    return replace(found, seconds=time.perf_counter() - started, assumptions=assumptions)
 
 
 def _about_engines(args: TrainerConfig) -> tuple[str, ...]:
@@ -140,14 +146,6 @@ def _about_engines(args: TrainerConfig) -> tuple[str, ...]:
     if engines == {"vllm_server"}:
         return ("servers draw on other cards: rollout is what the own engine holds when it draws what none answers",)
     return (f"rollout is what the own engine would hold; what {', '.join(engines)} holds comes in its place",)
-
-
-def _checked_device_bytes(given: int | str) -> int:
-    """Reads the bytes of a device."""
-    total = parse_bytes(given) if isinstance(given, str) else given
-    if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-        raise ConfigError(f"device_bytes is {given!r}; write bytes, or a size such as '24GiB'.")
-    return total
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,10 @@ class _Network:
         return partial(self, frozen=True) if settings.has_reference and self.peft_config is None else lambda: None
 
     def dtype(self, *, frozen: bool = False) -> torch.dtype:
-        """Gives the type of its weights."""
-        return _base_dtype(self.init, self.config, self.device, frozen=frozen or self.peft_config is not None)
+        """Gives the type in which its weights are loaded, as `load_model` does."""
+        given = _dtype(self.init.get("dtype", self.init.get("torch_dtype")), self.config)
+        is_frozen = frozen or self.peft_config is not None
+        return given or (torch.bfloat16 if self.device == "cuda" and is_frozen else torch.float32)
 
     @property
     def assumption(self) -> str:
@@ -213,78 +213,47 @@ class _Network:
         return base if self.quantization is None else f"{base}, in 4 bits where bitsandbytes quantises"
 
 
-def _forecast_tokens(
-    dry: DryRun, network: _Network, config: TrainerConfig, device_bytes: int, shared: SharedState
-) -> MemoryForecast:
-    """Forecasts a run of a language model."""
-    with _simulating(network.device) as memory:
-        memory.divide(shared.parts)
-        found = dry.run(network, memory, device_bytes, reference=network.reference_of(config))
-    about = about_cuda() if network.device == "cuda" else ()
-    return replace(found, assumptions=(*shared.sentences(), dry.about_prompts, network.assumption, *about))
-
-
 @contextmanager
-def _simulating(device: str) -> Iterator[SimulatedMemory]:
-    """Stands for a device; the budget is kept from the optimizer's state on, and before that nothing is refused.
+def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
+    """Stands for a run's device; the budget is kept from the optimizer's state on, and before that nothing is refused.
 
     Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
     are put back: building a trainer seeds them.
     """
     loud = (Recovery.__module__, HalfWeights.__module__, usable_prompts.__module__)
-    silenced = [logging.getLogger(name) for name in loud]
-
-    def silent(_: logging.LogRecord) -> bool:
-        return False
-
+    before = {told: told.disabled for told in map(logging.getLogger, loud)}
     state = capture_random_state()
-    for told in silenced:
-        told.addFilter(silent)
+    for told in before:
+        told.disabled = True
     try:
-        with fake_device(_UNLIMITED_BYTES, stands_for=device) as memory:
+        with fake_device(_UNLIMITED_BYTES, stands_for=dry.device) as memory:
+            memory.ledger.divide(dry.shared.parts)
             yield memory
     finally:
-        for told in silenced:
-            told.removeFilter(silent)
+        for told, disabled in before.items():
+            told.disabled = disabled
         set_random_state(state)
 
 
-def _forecast_chains(
-    dry: DryRun,
-    model: Any,
-    config: TrainerConfig,
-    device_bytes: int,
-    device: str,
-    peft_config: Any,
-    shared: SharedState,
-) -> MemoryForecast:
-    """Forecasts a run of a diffusion policy."""
-    with _simulating(device) as memory:
-        memory.divide(shared.parts)
-        with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
-            with torch.device("meta"):
-                trained, reference = prepare_policy(
-                    hollow_copy(model),
-                    peft_config=copy.deepcopy(peft_config),
-                    device="meta",
-                    with_reference=config.has_reference,
-                )
-            for network in (trained, reference):
-                if network is not None:
-                    give_fake_weights(network)
-        found = dry.run_model(trained, reference, None, memory, device_bytes)
-    about = about_cuda() if device == "cuda" else ()
-    return replace(found, assumptions=(*shared.sentences(), "all chains are alike", *about))
+def _fake_chains(model: Any, config: TrainerConfig, peft_config: Any) -> tuple[Any, Any]:
+    """Gives a diffusion policy and its reference with fake weights."""
+    with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
+        with torch.device("meta"):
+            adapter, has_reference = copy.deepcopy(peft_config), config.has_reference
+            found = prepare_policy(hollow_copy(model), peft_config=adapter, device="meta", with_reference=has_reference)
+        for network in found:
+            if network is not None:
+                give_fake_weights(network)
+    return found
 
 
-def _critic_of_tokens(critic: Any, config: TrainerConfig, device: str) -> Any:
+def _critic_of_tokens(critic: Any, config: TrainerConfig) -> Any:
     """Gives a trainer's argument for a critic of a language model, its weights fake."""
     if critic is None or (isinstance(critic, str) and critic == "adapter"):
         return critic
-    trusted = config.trust_remote_code
-    own = config_for(critic, "critic", trust_remote_code=trusted) if isinstance(critic, str) else critic.config
-    kind = _base_dtype({}, own, device, frozen=False) if isinstance(critic, str) else critic.dtype
-    return fake_language_model(own, dtype=kind, trust_remote_code=trusted)
+    named, trusted = isinstance(critic, str), config.trust_remote_code
+    own = config_for(critic, "critic", trust_remote_code=trusted) if named else critic.config
+    return fake_language_model(own, dtype=torch.float32 if named else critic.dtype, trust_remote_code=trusted)
 
 
 def _with_fake_weights(network: nn.Module) -> Any:
@@ -378,16 +347,11 @@ def _declared_quantization(config: Any) -> Any:
     return BitsAndBytesConfig(**{name: value for name, value in plain.items() if name in known})
 
 
-def _base_dtype(init: Mapping[str, Any], config: Any, device: str, *, frozen: bool) -> torch.dtype:
-    """Gives the type in which a named model's weights are loaded, as `load_model` does."""
-    given = init.get("dtype", init.get("torch_dtype"))
+def _dtype(given: Any, config: Any) -> Any:
+    """Reads a type of weights: a name, "auto" for that of the config, a type itself, or None where nobody chooses."""
     if given == "auto":
         given = config.dtype or torch.float32
-    if isinstance(given, torch.dtype):
-        return given
-    if isinstance(given, str):
-        return cast(torch.dtype, getattr(torch, given))
-    return torch.bfloat16 if device == "cuda" and frozen else torch.float32
+    return getattr(torch, given) if isinstance(given, str) else given
 
 
 def _fake_reward_model(model: Any, settings: Any) -> Any:
@@ -396,8 +360,5 @@ def _fake_reward_model(model: Any, settings: Any) -> Any:
         return _with_fake_weights(model)
     init = dict(settings.model_init_kwargs or {})
     config = config_for(model, "reward model", trust_remote_code=settings.trust_remote_code)
-    given = init.get("dtype", init.get("torch_dtype", "auto"))
-    own = config.dtype if given == "auto" else getattr(torch, given) if isinstance(given, str) else given
-    return fake_reward_model(
-        config, name=model, dtype=own or torch.float32, trust_remote_code=settings.trust_remote_code
-    )
+    dtype = _dtype(init.get("dtype", init.get("torch_dtype", "auto")), config) or torch.float32
+    return fake_reward_model(config, name=model, dtype=dtype, trust_remote_code=settings.trust_remote_code)

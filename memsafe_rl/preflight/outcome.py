@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from memsafe_rl.memory.runtime.tracker import plain_plan
 from memsafe_rl.memory.simulated.caching_allocator import Reserved
 from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds
@@ -88,15 +89,15 @@ class MemoryForecast:
             "refusal": self.refusal,
             "budget_bytes": self.budget_bytes,
             "device_bytes": self.device_bytes,
-            "phases": {phase.value: sum(parts.values()) for phase, parts in self.phases.items()},
+            "phases": {phase.value: size for phase, size in self.phase_bytes.items()},
             "reserved_peak_bytes": self.reserved_peak_bytes,
             "reserved_bytes": {phase.value: size for phase, size in self.reserved_bytes.items()},
             "components": {
                 phase.value: {part.value: size for part, size in parts.items() if size}
                 for phase, parts in self.phases.items()
             },
-            "rollout_plan": _plain_plan(self.rollout_plan),
-            "update_plan": _plain_plan(self.update_plan),
+            "rollout_plan": plain_plan(self.rollout_plan),
+            "update_plan": plain_plan(self.update_plan),
             "corrections": dict(self.corrections),
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -133,7 +134,3 @@ class MemoryForecast:
         """Gives what a run's banner says of it."""
         timed = {} if self.step_seconds is None else {"estimated time": self.step_seconds.sentence()}
         return {"forecast": self.sentence(), **timed}
-
-
-def _plain_plan(plan: RolloutPlan | UpdatePlan) -> dict[str, Any]:
-    return {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}

@@ -15,7 +15,7 @@ from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.memory.simulated.workspaces import QUERIES
 from memsafe_rl.models.language.packing import like_lengths
 from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.preflight.worst_case import Longest, longest_rows, work_of_rollout
+from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import Step, steps_of
 from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
 from memsafe_rl.training.collector import served_by
@@ -40,9 +40,10 @@ class Candidate:
     @classmethod
     def of(cls, setup: TrainingSetup, longest: Longest) -> Candidate:
         """Gives a rollout of these rows."""
-        laid = longest_rows(setup, longest)
+        probe = Probe(setup, longest)
+        laid = probe.rows()
         rows = setup.adapter.work(laid, range(0, len(laid), setup.config.world_size))
-        return cls(longest, work_of_rollout(setup, longest), rows, tuple(steps_of(setup, laid, longest.rollout)))
+        return cls(longest, probe.work, rows, tuple(steps_of(setup, laid, longest.rollout)))
 
 
 @dataclass(frozen=True)
@@ -137,19 +138,13 @@ class _PlannedStep:
     @property
     def sizes(self) -> tuple[int, ...]:
         """What a step may hold most of: bytes as the policy expects them, then sizes of its largest slices."""
-        work, plan = self.step.work, self.plan
-        measured = _measured(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
-        blocks = _blocks(work, plan) if self.by_blocks else 0
-        return plan.predicted_bytes.get(Phase.UPDATE, 0), *measured, self._meeting, blocks
-
-    @property
-    def _meeting(self) -> int:
-        """Tokens of the largest slice that meets the gradients of others."""
-        work, packed = self.step.work, self.plan.pack_prompts
-        if work.geometry.unit is not None:
-            return 0
-        later = cut_work(work, self.plan.micro_batch_tokens, packed=packed)[1:]
-        return max((slice_tokens(work, rows, packed=packed) for rows in later), default=0)
+        work, tokens, packed = self.step.work, self.plan.micro_batch_tokens, self.plan.pack_prompts
+        slices = [] if work.geometry.unit is not None else cut_work(work, tokens, packed=packed)
+        # of those that meet the gradients of others
+        meeting = max((slice_tokens(work, rows, packed=packed) for rows in slices[1:]), default=0)
+        blocks = max((_blocks(work, rows, packed) for rows in slices), default=0) if self.by_blocks else 0
+        expected = self.plan.predicted_bytes.get(Phase.UPDATE, 0)
+        return expected, *_measured(work, tokens, packed=packed), meeting, blocks
 
 
 @dataclass(frozen=True)
@@ -189,17 +184,11 @@ def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]
     return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
 
 
-def _blocks(work: UpdateWork, plan: UpdatePlan) -> int:
+def _blocks(work: UpdateWork, rows: Sequence[int], packed: bool) -> int:
     """Counts the blocks of queries that CUDA's attention takes at a time, at most: each segment has one or more."""
-    if work.geometry.unit is not None:
-        return 0
-    packed = plan.pack_prompts and bool(work.prompts)
-    most = 0
-    for rows in cut_work(work, plan.micro_batch_tokens, packed=packed):
-        lengths = _segments(work, rows) if packed else [max(work.row_tokens[row] for row in rows)] * len(rows)
-        for run in like_lengths(lengths):
-            most = max(most, len(run) * -(-lengths[run[0]] // QUERIES))
-    return most
+    together = packed and bool(work.prompts)
+    lengths = _segments(work, rows) if together else [max(work.row_tokens[row] for row in rows)] * len(rows)
+    return max((len(run) * -(-lengths[run[0]] // QUERIES) for run in like_lengths(lengths)), default=0)
 
 
 def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import AUTO_SHARE
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutWork, UpdateWork
 
 CARD_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 """Memory of common cards, in GiB."""
@@ -81,7 +81,17 @@ class Scout:
 
     def outlook(self, job: Job) -> Outlook:
         """Says what the policy would do."""
-        rollout, update = self._plans(job, self.budget_bytes)
+        memory = MemoryState(
+            device=self.device,
+            budget_bytes=self.budget_bytes,
+            live_bytes=job.held_bytes,
+            peak_bytes=job.held_bytes,
+            corrections=self.corrections,
+            optimizer_bytes=job.optimizer_bytes,
+            stranded_bytes=self.stranded_bytes,
+        )
+        rollout = self.policy.before_rollout(job.rollout, memory)
+        update = self.policy.before_update(job.update, memory)
         predicted = [rollout.predicted_bytes.get(Phase.ROLLOUT), update.predicted_bytes.get(Phase.UPDATE)]
         known = [size for size in predicted if size is not None]
         if len(known) < len(predicted):
@@ -90,10 +100,6 @@ class Scout:
                 "'adaptive' or 'ladder', or fill predicted_bytes (memsafe_rl.memory.planning.search.with_prediction)."
             )
         return Outlook(max(known), self.budget_bytes)
-
-    def on(self, budget_bytes: int) -> Scout:
-        """Gives a scout for another budget."""
-        return replace(self, budget_bytes=budget_bytes)
 
     def longest_completion(self, job: Job) -> int:
         """Finds the longest completion that fits."""
@@ -107,19 +113,8 @@ class Scout:
 
     def cards(self, job: Job, sizes_gib: Sequence[int] = CARD_GIB) -> dict[int, Outlook]:
         """Asks about cards."""
-        return {size: self.on(int(AUTO_SHARE * size * 2**30)).outlook(job) for size in sizes_gib}
-
-    def _plans(self, job: Job, budget_bytes: int) -> tuple[RolloutPlan, UpdatePlan]:
-        memory = MemoryState(
-            device=self.device,
-            budget_bytes=budget_bytes,
-            live_bytes=job.held_bytes,
-            peak_bytes=job.held_bytes,
-            corrections=self.corrections,
-            optimizer_bytes=job.optimizer_bytes,
-            stranded_bytes=self.stranded_bytes,
-        )
-        return self.policy.before_rollout(job.rollout, memory), self.policy.before_update(job.update, memory)
+        budgets = {size: int(AUTO_SHARE * size * 2**30) for size in sizes_gib}
+        return {size: replace(self, budget_bytes=budget).outlook(job) for size, budget in budgets.items()}
 
     def _largest(self, task: Callable[[int], Job], most: int) -> int:
         return bisect_right(range(1, most + 1), False, key=lambda size: not self.outlook(task(size)).fits)

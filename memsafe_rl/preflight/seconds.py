@@ -13,19 +13,10 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
-from memsafe_rl.preflight.worst_case import (
-    Longest,
-    as_rollout,
-    longest_rollout,
-    longest_rows,
-    samples,
-    terms_of,
-    try_scoring,
-)
+from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.slices import measure_slices
-from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_seconds
@@ -102,48 +93,47 @@ class _Laps:
 
 def count_step(setup: TrainingSetup, longest: Longest) -> dict[Phase, list[tuple[float, Work]]]:
     """Counts the kernels of a step on fake weights, by phase: pieces of work, and how often each is done in it."""
+    probe, served = Probe(setup, longest), setup.config.steps_per_rollout
     with every_turn():
-        of_rollout = {Phase.ROLLOUT: _rollout(setup, longest), Phase.SCORE: _scoring(setup, longest)}
-        update = _update(setup, longest)
-    served = setup.config.steps_per_rollout
+        of_rollout = {Phase.ROLLOUT: _rollout(probe), Phase.SCORE: _scoring(probe)}
+        update = _update(probe)
     pieces = {phase: [(times / served, work) for times, work in parts] for phase, parts in of_rollout.items()}
-    pieces[Phase.UPDATE] = update
-    return pieces
+    return {**pieces, Phase.UPDATE: update}
 
 
-def _rollout(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+def _rollout(probe: Probe) -> list[tuple[float, Work]]:
     """Counts reading the prompts of a wave, and a decoding step in its middle."""
+    setup, tokens = probe.setup, probe.longest.completion_tokens
     adapter, plan = setup.adapter, setup.memory.rollout_plan
-    prompts, rows, together = longest_rollout(setup, longest)
-    tokens, first = longest.completion_tokens, rows[:together]
+    samples, first, rows = probe.wave()
     settings = replace(setup.sampling, max_step_tokens=3, eos_token_ids=(), min_new_tokens=0, stops=None)
     counter = WorkCounter()
     adapter.host_weights.place(plan.resident_blocks, adapter.device)
     with counter, setup.memory.phase(Phase.ROLLOUT):
         laps = _Laps(adapter, counter, max(0, tokens // 2 - 2))
-        generate(cast(ModelAdapter, laps), *samples(prompts, first), settings, under(plan))
+        generate(cast(ModelAdapter, laps), *samples, settings, under(plan))
         step = counter.lap()
-    waves = len(rows) / len(first)
+    waves = rows / first
     return [(waves, laps.laps[0]), (waves * (tokens - 1), step)]
 
 
-def _scoring(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+def _scoring(probe: Probe) -> list[tuple[float, Work]]:
     """Counts the passes that precede updates, by the slices that hold most; nothing where a run has none."""
-    trajectory, counter = longest_rows(setup, longest), WorkCounter()
-    slices = widest_slices(setup, trajectory, [range(len(trajectory))], setup.memory.rollout_plan.score_tokens)
+    trajectory, counter, memory = probe.rows(), WorkCounter(), probe.setup.memory
+    slices = widest_slices(probe.setup, trajectory, [range(len(trajectory))], memory.rollout_plan.score_tokens)
     with counter:
-        try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
+        probe.score(trajectory, memory.update_plan.logprob_tile)
     return [(len(trajectory) / sum(len(one.rows) for one in slices), counter.lap())] if counter.work.launches else []
 
 
-def _update(setup: TrainingSetup, longest: Longest) -> list[tuple[float, Work]]:
+def _update(probe: Probe) -> list[tuple[float, Work]]:
     """Counts a micro-batch, and what moves the weights."""
-    learner, plan, committer = Learner(setup), setup.memory.update_plan, setup.committed
-    trajectory = longest_rows(setup, longest)
-    rows = worst_step(setup, trajectory, longest.rollout)
+    setup, learner, trajectory = probe.setup, probe.learner, probe.rows()
+    plan, committer = setup.memory.update_plan, setup.committed
+    rows = worst_step(setup, trajectory, probe.longest.rollout)
     work = learner.work(trajectory, rows)
     tried = [rows[place] for place in tried_places(work, plan, 1)]
-    rollout, terms = as_rollout(setup, trajectory), terms_of(setup, trajectory, tried)
+    rollout, terms = probe.rollout(trajectory), probe.terms(trajectory, tried)
     counter = WorkCounter()
     with setup.memory.phase(Phase.UPDATE), counter:
         learner.gradient(rollout, tried, terms, step=setup.memory.step)

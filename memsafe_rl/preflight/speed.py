@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -129,7 +130,7 @@ def _computes(func: Any) -> bool:
 
 
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Kernel:
-    given, made = list(_tensors(args)) + list(_tensors(kwargs.values())), list(_tensors((result,)))
+    given, made = ([leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in ((args, kwargs), result))
     tensors = (*given, *made)  # the bytes of an expanded one lie in memory once
     moved = sum(min(int(one.nbytes), sum(held.nbytes() for held in storages_of(one))) for one in tensors)
     count = flop_registry.get(func.overloadpacket)
@@ -139,15 +140,6 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     flops = int(count(*shaped, **kwargs, out_val=result))
     matrices = [tensor.shape[-2:] for tensor in given if tensor.dim() > 1]
     return Kernel(min((side for shape in matrices[-2:] for side in shape), default=1), flops, moved)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Walks the tensors among values and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
 
 
 @functools.cache

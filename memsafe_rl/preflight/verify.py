@@ -230,35 +230,32 @@ class _Faults:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Watches the passes of one phase."""
+        """Watches the passes of one phase: a rollout's fails where the block begins, an update's in its backward."""
 
-        def before(*_: Any) -> None:
-            if phase is Phase.ROLLOUT and self._is_chosen(phase):
-                _run_out_of_memory(self._device)
-
-        def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        def watch(_module: nn.Module, _inputs: Any, output: Any = None) -> None:
             parts = output if isinstance(output, (tuple, list)) else (output,)
             found = next((part for part in parts if isinstance(part, Tensor) and part.requires_grad), None)
-            if phase is Phase.UPDATE and found is not None and self._is_chosen(phase):
-                found.register_hook(lambda _gradient: _run_out_of_memory(self._device))  # type: ignore[no-untyped-call]
+            if phase is Phase.UPDATE and found is None:
+                return
+            self.calls[phase] += 1
+            if self.calls[phase] - 1 == self._chosen.get(phase):
+                if found is None:
+                    self._fail()
+                else:
+                    found.register_hook(self._fail)  # type: ignore[no-untyped-call]
 
-        hooks = (self._block.register_forward_pre_hook(before), self._block.register_forward_hook(after))
+        begins = phase is Phase.ROLLOUT
+        hook = (self._block.register_forward_pre_hook if begins else self._block.register_forward_hook)(watch)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
-    def _is_chosen(self, phase: Phase) -> bool:
-        self.calls[phase] += 1
-        return self.calls[phase] - 1 == self._chosen.get(phase)
-
-
-def _run_out_of_memory(device: torch.device) -> None:
-    """Fails as an allocation does: on a simulated device by asking its allocator for what it cannot give."""
-    if active_simulation() is not None:
-        torch.empty(_NO_SUCH_BYTES, dtype=torch.uint8, device=device)
-    raise torch.OutOfMemoryError(f"{device.type.upper()} out of memory. Injected to verify the plan.")
+    def _fail(self, *_: Tensor) -> None:
+        """Fails as an allocation does: on a simulated device by asking its allocator for what it cannot give."""
+        if active_simulation() is not None:
+            torch.empty(_NO_SUCH_BYTES, dtype=torch.uint8, device=self._device)
+        raise torch.OutOfMemoryError(f"{self._device.type.upper()} out of memory. Injected to verify the plan.")
 
 
 class _Comparison:
@@ -315,23 +312,18 @@ class _Comparison:
         rollout, update = self._plain_plans()
         lacking = self._lacking(rollout, update)
         if lacking is None:
-            lacking, arm = self._attempt("plain", _Pinned(rollout, update, None))
-            if arm is not None:
-                return arm
+            try:
+                return self._run("plain", _Pinned(rollout, update, None))
+            except MemoryBudgetError as error:
+                asked = getattr(error.failure, "requested_bytes", None)
+                phase = getattr(error.failure, "phase", "it")
+                wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
+                limit = format_bytes(self._setup.memory.limit_bytes)
+                lacking = f"{wanted} was refused in phase {phase}, within {limit}"
+        # The error is gone now, with all that it held.
         self._notes.append(f"The plain plan does not fit: {lacking}. So the chosen plan is compared with half of it.")
         rollout, update = self._halved_plans(chosen)
         return self._run("halved", _Pinned(rollout, update, self._setup.memory_policy))
-
-    def _attempt(self, name: str, policy: MemoryPolicy) -> tuple[str, PlanRun | None]:
-        """Runs an arm that may not fit; its error is gone, with all that it held, when this returns."""
-        try:
-            return "", self._run(name, policy)
-        except MemoryBudgetError as error:
-            asked = getattr(error.failure, "requested_bytes", None)
-            phase = getattr(error.failure, "phase", "it")
-            wanted = "an allocation" if asked is None else f"an allocation of {format_bytes(asked)}"
-            limit = format_bytes(self._setup.memory.limit_bytes)
-            return f"{wanted} was refused in phase {phase}, within {limit}", None
 
     def _failing_arm(self, chosen: PlanRun, counted: _Faults) -> PlanRun:
         """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""

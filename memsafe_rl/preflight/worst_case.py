@@ -63,6 +63,9 @@ _PROBED_MICRO_BATCHES = 2
 _LEARNT = ("failure", "retry", "fallback")
 """Events of a dry run that are true of the run's memory too."""
 
+Samples = tuple[list[Tensor], list[list[SequenceKey]]]
+"""Prompts, and for each the keys of its samples."""
+
 
 @dataclass(frozen=True)
 class Longest:
@@ -89,13 +92,14 @@ class Longest:
 
     def ids(self, tokens: int) -> Tensor:
         """Gives so many token ids: the prompt's, again and again."""
-        return torch.tensor(self._cut(tokens), dtype=torch.int64)
+        return torch.tensor(self.cut(tokens), dtype=torch.int64)
 
     def of_rollout(self, rollout: int, lengths: tuple[int, ...]) -> Longest:
         """Gives the longest row of one of the run's rollouts, of which the prompts' lengths are known."""
-        return replace(self, prompt=self._cut(max(lengths)), longest_prompts=lengths, rollout=rollout)
+        return replace(self, prompt=self.cut(max(lengths)), longest_prompts=lengths, rollout=rollout)
 
-    def _cut(self, tokens: int) -> tuple[int, ...]:
+    def cut(self, tokens: int) -> tuple[int, ...]:
+        """Gives so many token ids as plain numbers."""
         copies = -(-tokens // len(self.prompt))
         return (self.prompt * copies)[:tokens]
 
@@ -137,24 +141,33 @@ def _try(loop: TrainingLoop) -> dict[str, int] | MemoryBudgetError:
     """Tries once; gives the peaks, or the error with what was tried in it."""
     setup, longest, started = loop.setup, find_longest(loop.setup), time.perf_counter()
     trial = setup.dry(step=loop.state.step)
-    error: MemoryBudgetError | None = None
+    memory, error = trial.memory, None
     try:
         with untouched(setup):
-            try_longest(trial, longest, evaluation=longest_evaluation(setup, loop.eval_dataset))
+            Probe(trial, longest).try_all(longest_evaluation(setup, loop.eval_dataset))
     except MemoryBudgetError as caught:
-        error = _explained(caught, longest)
-    _remember(setup, trial)
-    peaks = {str(phase): peak for phase, peak in trial.memory.phase_peaks.items()}
+        error = MemoryBudgetError(
+            f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a "
+            f"completion of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. "
+            f"{caught}",
+            failure=caught.failure,
+            held_bytes=caught.held_bytes,
+        )
+    learnt = [event for event in memory.events if event["event"] in _LEARNT]
+    if learnt:  # else plans stay as without the check
+        setup.memory.load_state_dict(memory.state_dict())
+    for event in learnt:
+        setup.memory.record(**{**event, "during": "probe"})
     if error is not None:
         return error
-    rollout, update = trial.memory.rollout_plan, trial.memory.update_plan
+    peaks = {str(phase): peak for phase, peak in memory.phase_peaks.items()}
     setup.memory.record(
         "probe",
         prompt_tokens=len(longest.prompt),
         completion_tokens=longest.completion_tokens,
         source=longest.source,
-        rows_in_flight=rollout.rows_in_flight,
-        micro_batch_tokens=update.micro_batch_tokens,
+        rows_in_flight=memory.rollout_plan.rows_in_flight,
+        micro_batch_tokens=memory.update_plan.micro_batch_tokens,
         peak_bytes=peaks,
         seconds=time.perf_counter() - started,
     )
@@ -186,33 +199,31 @@ def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
     `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
     """
     reader, config = setup.models.reader, setup.config
-    dataset, completion_tokens = dataset or setup.dataset, config.max_completion_length
-    if isinstance(dataset, Dataset):
+    dataset, limit = dataset or setup.dataset, reader.limit
+    is_whole, truncated = isinstance(dataset, Dataset), config.overlong_prompts == "truncate"
+    if is_whole:
         dataset, source = _longest_first(dataset)
         batches: Iterable[Any] = prompt_batches(dataset, reader.columns)
     else:
         batches = [[prompt_of(example) for example in setup.source.take(0, _STREAM_SAMPLE)]]
         source = f"the longest of the stream's first {_STREAM_SAMPLE}"
-    limit, truncated = reader.limit, config.overlong_prompts == "truncate"
     rows = (
         ids if limit is None else ids[-limit:]
         for batch in batches
         for ids in reader.ids(batch)
         if truncated or limit is None or len(ids) <= limit
     )
-    count = config.prompts_per_rollout
-    found = nlargest(count, islice(rows, _TOKENIZED) if isinstance(dataset, Dataset) else rows, key=len)
+    found = nlargest(config.prompts_per_rollout, islice(rows, _TOKENIZED) if is_whole else rows, key=len)
     if not found:
         raise DataError(
             f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
             "max_prompt_length, set overlong_prompts='truncate', or set probe_worst_case=False."
         )
-    known = tuple(map(len, found)) if isinstance(dataset, Dataset) else ()
-    longest = Longest(tuple(found[0]), completion_tokens, source, known)
-    given = config.max_prompt_length
-    if isinstance(dataset, Dataset) or given is None:
+    known = tuple(map(len, found)) if is_whole else ()
+    longest, given = Longest(tuple(found[0]), config.max_completion_length, source, known), config.max_prompt_length
+    if is_whole or given is None:
         return longest
-    return Longest(tuple(longest.ids(given).tolist()), completion_tokens, "max_prompt_length")
+    return replace(longest, prompt=longest.cut(given), source="max_prompt_length")
 
 
 def longest_evaluation(setup: TrainingSetup, dataset: Any) -> Drawing | None:
@@ -252,178 +263,228 @@ def _longest_first(dataset: Dataset) -> tuple[Dataset, str]:
     return dataset.select(order), f"of the {_TOKENIZED:,} longest texts of train_dataset"
 
 
-def longest_rollout(setup: TrainingSetup, longest: Longest) -> tuple[Sequence[Tensor], list[tuple[int, int]], int]:
-    """Gives the longest prompts of a rollout, its (prompt, sample) pairs, and how many of them are decoded together."""
-    prompts, rows = _samples_of(setup, drawing_of(setup, longest))
-    return prompts.ids, rows, _together(setup.adapter, prompts.ids, rows, setup.sampling, setup.memory.rollout_plan)
+class Probe:
+    """The longest rows of a setup, tried phase by phase up to the moment at which weights would move."""
 
+    def __init__(self, setup: TrainingSetup, longest: Longest) -> None:
+        config, self.setup, self.longest = setup.config, setup, longest
+        self.drawing = Drawing(longest, config.prompts_per_rollout, config.num_generations, Phase.ROLLOUT)
+        self.learner, self._collector, self._adapter = Learner(setup), Collector(setup), setup.adapter
 
-def work_of_rollout(setup: TrainingSetup, longest: Longest) -> RolloutWork:
-    """Gives the shape of a rollout of the longest prompts."""
-    return Collector(setup).work(_prompts_of(setup, drawing_of(setup, longest)), setup.config.num_generations)
+    def try_all(self, evaluation: Drawing | None = None) -> None:
+        """Tries every phase in the order of a step."""
+        if self.setup.draw_rollout is None:
+            self.plan_rollout()
+        for drawing in (self.drawing, evaluation):
+            if drawing is not None:
+                self.draw(drawing)
+        trajectory = self.rows()
+        rows = worst_step(self.setup, trajectory, self.longest.rollout)
+        self.learner.plan(trajectory, rows)
+        self.score(trajectory, self.setup.memory.update_plan.logprob_tile)
+        self.update(trajectory, rows, _PROBED_MICRO_BATCHES)
 
+    def rows(self) -> Trajectory:
+        """Lays down a whole rollout of the longest rows."""
+        setup, config, longest = self.setup, self.setup.config, self.longest
+        group, objectives = config.num_generations, len(config.objective_list)
+        needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
+        if self._adapter.time_separable:
+            prompts = config.prompts_per_rollout
+            laid = chains(cast(Any, self._adapter), prompts, group, objectives, needs_old=needs_old)
+            return setup.advantages.placeholder(laid, laid.sampling_logprobs)
+        completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
+        with host_memory():
+            trajectory = lay_down(longest.prompts(config.prompts_per_rollout), completions, group, objectives)
+            unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
+        corrected = self._collector.corrects_sampler
+        needs_old = needs_old or corrected
+        laid = replace(
+            self._collector.scorer.with_room_for_sources(trajectory),
+            old_logprobs=unsure if needs_old else None,
+            has_old=(needs_old,) * len(trajectory),
+            ref_logprobs=unsure if config.has_reference else None,
+            importance_weights=unsure if corrected else None,
+        )
+        return setup.advantages.placeholder(laid, unsure)
 
-def try_longest(
-    setup: TrainingSetup,
-    longest: Longest,
-    micro_batches: int = _PROBED_MICRO_BATCHES,
-    evaluation: Drawing | None = None,
-) -> None:
-    """Tries every phase of a dry setup in the order of a step, on the longest rows; no weight moves."""
-    if setup.draw_rollout is None:
-        plan_rollout(setup, longest)
-    for drawing in (drawing_of(setup, longest), evaluation):
-        if drawing is not None:
-            try_drawing(setup, drawing)
-    trajectory = longest_rows(setup, longest)
-    rows = worst_step(setup, trajectory, longest.rollout)
-    Learner(setup).plan(trajectory, rows)
-    try_scoring(setup, longest, trajectory, setup.memory.update_plan.logprob_tile)
-    try_update(setup, trajectory, rows, micro_batches)
+    # ------------------------------------------------------------------ a rollout
 
+    @property
+    def work(self) -> RolloutWork:
+        """The shape of a rollout of the longest prompts."""
+        return self._collector.work(self._prompts_of(self.drawing), self.drawing.group_size)
 
-def plan_rollout(setup: TrainingSetup, longest: Longest) -> None:
-    """Asks for the plan of a rollout of the longest prompts, beside what is kept of these, and adopts it."""
-    setup.models.reader.forget()
-    _read(setup, drawing_of(setup, longest))
-    Collector(setup).plan(_prompts_of(setup, drawing_of(setup, longest)))
+    def plan_rollout(self) -> None:
+        """Asks for the plan of a rollout, beside what is kept of its prompts, and adopts it."""
+        self.setup.models.reader.forget()
+        self._read(self.drawing)
+        self._collector.plan(self._prompts_of(self.drawing))
 
+    def wave(self) -> tuple[Samples, int, int]:
+        """Gives what the first wave of a rollout draws, how many rows it has, and how many the rollout has."""
+        prompts, rows = self._samples_of(self.drawing)
+        first = rows[: self._together(prompts.ids, rows, self.setup.memory.rollout_plan)]
+        return _samples(prompts.ids, first), len(first), len(rows)
 
-def try_drawing(setup: TrainingSetup, drawing: Drawing) -> None:
-    """Tries drawing the longest rows, and the largest pass of every reward model over as many tokens as they have."""
-    reader, evaluates_now = setup.models.reader, drawing.phase is not Phase.ROLLOUT
-    kept = reader.kept()
-    if evaluates_now:  # what a rollout keeps of its prompts was there when it was planned
-        _read(setup, drawing)
-    if setup.draw_rollout is None:
-        _try_wave(setup, drawing)
-    if evaluates_now:
-        reader.forget(kept)
-    if not setup.rewards.models or setup.adapter.time_separable:
-        return
-    collector, (prompts, rows) = Collector(setup), _samples_of(setup, drawing)
-    work = collector.work(prompts, drawing.group_size)
-    attempt = collector.scorer.attempt(Stage.REWARD_PASS, work, nullcontext)
-    with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
-        setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
+    def draw(self, drawing: Drawing) -> None:
+        """Tries drawing the longest rows, and the largest pass of every reward model over as many tokens."""
+        setup, reader, evaluates_now = self.setup, self.setup.models.reader, drawing.phase is not Phase.ROLLOUT
+        kept = reader.kept()
+        if evaluates_now:  # what a rollout keeps of its prompts was there when it was planned
+            self._read(drawing)
+        if setup.draw_rollout is None:
+            self._try_wave(drawing)
+        if evaluates_now:
+            reader.forget(kept)
+        if not setup.rewards.models or self._adapter.time_separable:
+            return
+        prompts, rows = self._samples_of(drawing)
+        work = self._collector.work(prompts, drawing.group_size)
+        attempt = self._collector.scorer.attempt(Stage.REWARD_PASS, work, nullcontext)
+        with setup.memory.phase(drawing.phase if evaluates_now else Phase.REWARD):
+            setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
 
+    def _read(self, drawing: Drawing) -> None:
+        """Keeps of the longest prompts what reading them keeps on the device."""
+        setup, reader = self.setup, self.setup.models.reader
+        if reader.kept() is not None:
+            with setup.memory.phase(drawing.phase, compared=False), host_numbers():
+                setup.recovery.repeat(Stage.STORE, reader.rehearse, drawing.longest.prompts(drawing.prompts))
 
-def _read(setup: TrainingSetup, drawing: Drawing) -> None:
-    """Keeps of the longest prompts what reading them keeps on the device."""
-    reader = setup.models.reader
-    if reader.kept() is None:
-        return
-    with setup.memory.phase(drawing.phase, compared=False), host_numbers():
-        setup.recovery.repeat(Stage.STORE, reader.rehearse, drawing.longest.prompts(drawing.prompts))
+    def _try_wave(self, drawing: Drawing) -> None:
+        """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
+        setup, longest, adapter, sampling = self.setup, drawing.longest, self._adapter, self.setup.sampling
+        prompts, rows = self._samples_of(drawing)
+        ids, work, episodes = prompts.ids, self._collector.work(prompts, drawing.group_size), self._collector.episodes
+        attempt = self._collector.scorer.attempt(Stage.DRAW, work)
+        if adapter.time_separable:
+            with setup.memory.phase(drawing.phase):
+                setup.engine.generate(*_samples(ids, rows), sampling, attempt)
+            return
+        # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
+        delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
+        ends = (adapter.geometry.vocab_size - 1,) if delayed else ()
+        least = min(2, sampling.max_new_tokens) if delayed else 0
+        two_tokens = replace(
+            sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
+        )
 
+        def from_first_to_last(plan: RolloutPlan) -> None:
+            first = rows[: self._together(ids, rows, plan)]
+            context = longest.ids(longest.row_tokens - 2)
+            several = episodes.several_turns and longest.completion_tokens > 2
+            ending = _AtTheEnd(adapter, longest, sampling, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
+            # The cache that transformers' generate keeps, where that decodes, is out of reach.
+            tried = cast(ModelAdapter, ending) if adapter.decodes else adapter
+            generate(tried, *_samples(ids, first), two_tokens, under(plan))
+            if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
+                alike = [(0, sample) for sample in range(len(first))]
+                generate(adapter, *_samples([context], alike), replace(two_tokens, max_new_tokens=2), under(plan))
+            if several and adapter.decodes and plan.kept_kv_bytes < episodes.most_kept_bytes(work):
+                _read_again(adapter, ids, first, longest, two_tokens, plan)
 
-def as_rollout(setup: TrainingSetup, trajectory: Trajectory) -> Rollout:
-    """Gives rows as a rollout of the run's own engine."""
-    return Rollout(trajectory, consumed=0, external=Collector(setup).corrects_sampler)
-
-
-def terms_of(setup: TrainingSetup, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
-    """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
-    return Learner(setup).fix_terms(as_rollout(setup, trajectory), rows, Controllers.at_start(setup.config))
-
-
-def try_update(
-    setup: TrainingSetup,
-    trajectory: Trajectory,
-    rows: Sequence[int],
-    micro_batches: int,
-    terms: StepTerms | None = None,
-) -> None:
-    """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
-    learner, plan, rollout = Learner(setup), setup.memory.update_plan, as_rollout(setup, trajectory)
-    tried = [rows[place] for place in tried_places(learner.work(trajectory, rows), plan, micro_batches)]
-    terms = terms or terms_of(setup, trajectory, tried)
-    committer, repeat = setup.committed, setup.recovery.repeat
-    with setup.memory.phase(Phase.UPDATE):
-        learner.gradient(rollout, tried, terms, step=setup.memory.step)
-        repeat(Stage.MEASURE, committer.measure)
-    with setup.memory.phase(Phase.OPTIMIZER):
-        repeat(Stage.COMMIT, committer.unpark)
-        repeat(Stage.COMMIT, committer.prepare_commit)
-
-
-def _try_wave(setup: TrainingSetup, drawing: Drawing) -> None:
-    """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""
-    collector, longest, adapter, sampling = Collector(setup), drawing.longest, setup.adapter, setup.sampling
-    prompts, rows = _samples_of(setup, drawing)
-    ids, work = prompts.ids, collector.work(prompts, drawing.group_size)
-    attempt = collector.scorer.attempt(Stage.DRAW, work)
-    if adapter.time_separable:
         with setup.memory.phase(drawing.phase):
-            setup.engine.generate(*samples(ids, rows), sampling, attempt)
-        return
-    geometry = adapter.geometry
-    # An end that no row reaches, where a least length makes a copy of the logits to forbid it; else none at all.
-    delayed = bool(sampling.eos_token_ids) and max(sampling.min_new_tokens, sampling.min_length) > 0
-    ends = (geometry.vocab_size - 1,) if delayed else ()
-    least = min(2, sampling.max_new_tokens) if delayed else 0
-    two_tokens = replace(
-        sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
-    )
+            attempt(from_first_to_last)
 
-    def from_first_to_last(plan: RolloutPlan) -> None:
-        first = rows[: _together(adapter, ids, rows, sampling, plan)]
-        context = longest.ids(longest.row_tokens - 2)
-        several = collector.episodes.several_turns and longest.completion_tokens > 2
-        ending = _AtTheEnd(adapter, longest, sampling, plan.prefill_tokens if several and plan.kept_kv_bytes else 0)
-        # The cache that transformers' generate keeps, where that decodes, is out of reach.
-        tried = cast(ModelAdapter, ending) if adapter.decodes else adapter
-        generate(tried, *samples(ids, first), two_tokens, under(plan))
-        if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
-            alike = [(0, sample) for sample in range(len(first))]
-            last_two = replace(two_tokens, max_new_tokens=2)
-            generate(adapter, *samples([context], alike), last_two, under(plan))
-        if several and adapter.decodes and plan.kept_kv_bytes < collector.episodes.most_kept_bytes(work):
-            _read_again(adapter, ids, first, longest, two_tokens, plan)
+    def _together(self, ids: Sequence[Tensor], rows: Sequence[tuple[int, int]], plan: RolloutPlan) -> int:
+        """Counts the (prompt, sample) pairs that are decoded together in the end: prompts are read a few at a time."""
+        most, geometry, count = self.setup.sampling.max_new_tokens, self._adapter.geometry, 0
+        waiting = [Candidate(prompt, len(ids[prompt]), 0, most) for prompt, _ in rows]
+        while True:
+            read = {one.prompt: geometry.prompt_kv_bytes(one.prompt_tokens) for one in waiting[:count]}
+            more = admit(waiting[count:], plan, geometry, rows=count, prompt_bytes=sum(read.values()))
+            count += more
+            if not more or not self._adapter.joins:
+                return count
 
-    with setup.memory.phase(drawing.phase):
-        attempt(from_first_to_last)
+    def _samples_of(self, drawing: Drawing) -> tuple[Prompts, list[tuple[int, int]]]:
+        """Gives the longest prompts there can be, and the most (prompt, sample) pairs of them that one rank has."""
+        prompts, group = self._prompts_of(drawing), drawing.group_size
+        count = -(-len(prompts.ids) * group // self.setup.config.world_size)
+        return prompts, [divmod(row, group) for row in range(count)]
+
+    def _prompts_of(self, drawing: Drawing) -> Prompts:
+        """Gives the longest prompts there can be; of an evaluation no more than have a completion in flight at once."""
+        count, longest, setup = drawing.prompts, drawing.longest, self.setup
+        if drawing.phase is not Phase.ROLLOUT:
+            count = min(count, setup.config.world_size * max(setup.memory.rollout_plan.rows_in_flight, 1))
+        if self._adapter.time_separable:
+            return embedded_prompts(cast(Any, self._adapter), count)
+        # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
+        known = longest if self._adapter.joins else replace(longest, longest_prompts=())
+        return Prompts((), (), known.prompts(count))
+
+    # ------------------------------------------------------------------ scoring and updates
+
+    def score(self, trajectory: Trajectory, tile: int) -> None:
+        """Scores the slices that may hold most, of every pass before an update, with the tile of the one before."""
+        setup, rollout, adapter = self.setup, self.longest.rollout, self._adapter
+        tile = max(tile, UpdatePlan.logprob_tile) if rollout is None else tile if rollout else UpdatePlan.logprob_tile
+        config, needs, scorer = setup.config, setup.advantages.needs, self._collector.scorer
+        budget = setup.memory.rollout_plan.score_tokens
+
+        def scored(
+            adapter: ModelAdapter, sets: Sequence[Sequence[int]], context: Context | None = None, **wanted: Any
+        ) -> None:
+            wanted |= {"temperature": config.temperature, "tile": tile}
+            with setup.memory.phase(Phase.SCORE):
+                for rows, packed in widest_slices(setup, trajectory, sets, budget):
+                    attempt = scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
+                    score_all(adapter, trajectory, rows, attempt=attempt, packed=packed, **wanted)
+
+        everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup, rollout)
+        if config.has_reference and not adapter.closed_form_kl:
+            with adapter.reference() as reference:
+                scored(reference, [everyone])
+        if self._collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
+            later = [list(everyone)]
+        if later:
+            scored(adapter, later, with_kl=needs.with_kl, columns=needs.columns)
+        if config.top_entropy_quantile < 1.0:
+            scored(adapter, self._step_rows(trajectory), setup.row_by_row, with_entropy=True)
+        if adapter.routers is not None:
+            scored(adapter, self._step_rows(trajectory), partial(counting_experts, setup, []))
+        for critic in setup.advantages.critics:
+            with setup.memory.phase(Phase.SCORE), critic.running() as network:
+                attempt = scorer.scoring(trajectory, everyone)
+                for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
+                    columns = needs.columns
+                    value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
+
+    def _step_rows(self, trajectory: Trajectory) -> list[Sequence[int]]:
+        return [step.rows for step in steps_of(self.setup, trajectory, self.longest.rollout)]
+
+    def rollout(self, trajectory: Trajectory) -> Rollout:
+        """Gives rows as a rollout of the run's own engine."""
+        return Rollout(trajectory, consumed=0, external=self._collector.corrects_sampler)
+
+    def terms(self, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
+        """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
+        return self.learner.fix_terms(self.rollout(trajectory), rows, Controllers.at_start(self.setup.config))
+
+    def update(
+        self, trajectory: Trajectory, rows: Sequence[int], micro_batches: int, terms: StepTerms | None = None
+    ) -> None:
+        """Tries the micro-batches of an optimizer step that may hold most, up to the point where weights would move."""
+        setup, learner, rollout = self.setup, self.learner, self.rollout(trajectory)
+        places = tried_places(learner.work(trajectory, rows), setup.memory.update_plan, micro_batches)
+        tried = [rows[place] for place in places]
+        terms = terms or self.terms(trajectory, tried)
+        committer, repeat = setup.committed, setup.recovery.repeat
+        with setup.memory.phase(Phase.UPDATE):
+            learner.gradient(rollout, tried, terms, step=setup.memory.step)
+            repeat(Stage.MEASURE, committer.measure)
+        with setup.memory.phase(Phase.OPTIMIZER):
+            repeat(Stage.COMMIT, committer.unpark)
+            repeat(Stage.COMMIT, committer.prepare_commit)
 
 
-def _together(
-    adapter: ModelAdapter,
-    ids: Sequence[Tensor],
-    rows: Sequence[tuple[int, int]],
-    sampling: SamplingSettings,
-    plan: RolloutPlan,
-) -> int:
-    """Counts the (prompt, sample) pairs that are decoded together in the end: prompts are read a few at a time."""
-    waiting = [Candidate(prompt, len(ids[prompt]), 0, sampling.max_new_tokens) for prompt, _ in rows]
-    geometry, count = adapter.geometry, 0
-    while True:
-        read = {one.prompt: geometry.prompt_kv_bytes(one.prompt_tokens) for one in waiting[:count]}
-        more = admit(waiting[count:], plan, geometry, rows=count, prompt_bytes=sum(read.values()))
-        count += more
-        if not more or not adapter.joins:
-            return count
-
-
-def drawing_of(setup: TrainingSetup, longest: Longest) -> Drawing:
-    """Gives what a rollout draws."""
-    return Drawing(longest, setup.config.prompts_per_rollout, setup.config.num_generations, Phase.ROLLOUT)
-
-
-def _samples_of(setup: TrainingSetup, drawing: Drawing) -> tuple[Prompts, list[tuple[int, int]]]:
-    """Gives the longest prompts there can be, and the most (prompt, sample) pairs of them that one rank has."""
-    prompts, group = _prompts_of(setup, drawing), drawing.group_size
-    return prompts, [divmod(row, group) for row in range(-(-len(prompts.ids) * group // setup.config.world_size))]
-
-
-def _prompts_of(setup: TrainingSetup, drawing: Drawing) -> Prompts:
-    """Gives the longest prompts there can be; of an evaluation no more than have a completion in flight at a time."""
-    count, longest = drawing.prompts, drawing.longest
-    if drawing.phase is not Phase.ROLLOUT:
-        count = min(count, setup.config.world_size * max(setup.memory.rollout_plan.rows_in_flight, 1))
-    if setup.adapter.time_separable:
-        return embedded_prompts(cast(Any, setup.adapter), count)
-    # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
-    known = longest if setup.adapter.joins else replace(longest, longest_prompts=())
-    return Prompts((), (), known.prompts(count))
+def _samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> Samples:
+    """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
+    wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
+    keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]
+    return [prompts[prompt] for prompt in wanted], keys
 
 
 def _read_again(
@@ -439,11 +500,10 @@ def _read_again(
     together = min(len(rows), max(1, plan.prefill_tokens // len(context)))
     if adapter.joins and len(rows) > together:
         others = _AtTheEnd(adapter, longest, settings, plan.prefill_tokens, [context] * together)
-        generate(cast(ModelAdapter, others), *samples(ids, rows[together:]), settings, under(plan))
+        generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
     else:
-        once = replace(settings, max_new_tokens=2)
         keys = [[SequenceKey(0, 0, *row)] for row in rows]
-        generate(adapter, [context] * len(rows), keys, once, under(plan))
+        generate(adapter, [context] * len(rows), keys, replace(settings, max_new_tokens=2), under(plan))
 
 
 class _AtTheEnd:
@@ -473,7 +533,10 @@ class _AtTheEnd:
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
         more, filled = max(0, drawn - told - bool(self._reads)), whole_blocks(drawn + 1) - KV_BLOCK_SLOTS
-        ahead = self._noise_ahead(state.rows) if self._draws_ahead else None
+        ahead, vocab = None, self._adapter.geometry.vocab_size
+        if self._draws_ahead:
+            shape = noise_steps(state.rows, vocab), state.rows, noise_slots(vocab)
+            ahead = torch.empty(*shape, dtype=torch.float64, device=self._adapter.device)
         if filled > 0 and not self._reads and self._grows_beyond_logits(filled):
             state.stretch(filled - 1)
             self._adapter.decode_step(state, tokens_B)
@@ -495,108 +558,6 @@ class _AtTheEnd:
         store_bytes = replace(geometry, windows=(None,)).kv_bytes(slots) // 2
         return self._adapter.joins and store_bytes > geometry.vocab_size * geometry.compute_bytes
 
-    def _noise_ahead(self, rows: int) -> Tensor:
-        vocab, device = self._adapter.geometry.vocab_size, self._adapter.device
-        return torch.empty(noise_steps(rows, vocab), rows, noise_slots(vocab), dtype=torch.float64, device=device)
-
-
-def samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> tuple[list[Tensor], list[list[SequenceKey]]]:
-    """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
-    wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
-    keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]
-    return [prompts[prompt] for prompt in wanted], keys
-
-
-def try_scoring(setup: TrainingSetup, longest: Longest, trajectory: Trajectory, tile: int) -> None:
-    """Scores the slices that may hold most, of every pass before an update, with the tile of the update before that."""
-    collector = Collector(setup)
-    tile = max(tile, UpdatePlan.logprob_tile) if longest.rollout is None else tile
-    if longest.rollout == 0:
-        tile = UpdatePlan.logprob_tile
-    config, needs = setup.config, setup.advantages.needs
-    everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup, longest.rollout)
-    if config.has_reference and not setup.adapter.closed_form_kl:
-        with setup.adapter.reference() as reference:
-            _score(setup, collector, reference, trajectory, [everyone], tile)
-    if collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
-        later = [list(everyone)]
-    if later:
-        _score(setup, collector, setup.adapter, trajectory, later, tile, with_kl=needs.with_kl, columns=needs.columns)
-    if config.top_entropy_quantile < 1.0:
-        steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
-        _score(setup, collector, setup.adapter, trajectory, steps, tile, context=setup.row_by_row, with_entropy=True)
-    if setup.adapter.routers is not None:
-        steps = [step.rows for step in steps_of(setup, trajectory, longest.rollout)]
-        context = partial(counting_experts, setup, [])
-        _score(setup, collector, setup.adapter, trajectory, steps, tile, context=context)
-    for critic in setup.advantages.critics:
-        with setup.memory.phase(Phase.SCORE), critic.running() as network:
-            attempt = collector.scorer.scoring(trajectory, everyone)
-            for rows, packed in widest_slices(setup, trajectory, [everyone], setup.memory.rollout_plan.score_tokens):
-                columns = needs.columns
-                value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
-
-
-def _score(
-    setup: TrainingSetup,
-    collector: Collector,
-    adapter: ModelAdapter,
-    trajectory: Trajectory,
-    sets: Sequence[Sequence[int]],
-    tile: int,
-    context: Context | None = None,
-    **wanted: Any,
-) -> None:
-    with setup.memory.phase(Phase.SCORE):
-        for rows, packed in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
-            attempt = collector.scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
-            score_all(
-                adapter,
-                trajectory,
-                rows,
-                temperature=setup.config.temperature,
-                attempt=attempt,
-                tile=tile,
-                packed=packed,
-                **wanted,
-            )
-
-
-def longest_rows(setup: TrainingSetup, longest: Longest) -> Trajectory:
-    """Lays down a whole rollout of the longest rows."""
-    config = setup.config
-    if setup.adapter.time_separable:
-        needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
-        group, objectives = config.num_generations, len(config.objective_list)
-        laid = chains(cast(Any, setup.adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
-        return setup.advantages.placeholder(laid, laid.sampling_logprobs)
-    prompts = longest.prompts(config.prompts_per_rollout)
-    completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
-    with host_memory():
-        trajectory = lay_down(prompts, completions, config.num_generations, len(config.objective_list))
-        unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
-    collector = Collector(setup)
-    corrected = collector.corrects_sampler
-    needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1 or corrected
-    laid = replace(
-        collector.scorer.with_room_for_sources(trajectory),
-        old_logprobs=unsure if needs_old else None,
-        has_old=(needs_old,) * len(trajectory),
-        ref_logprobs=unsure if config.has_reference else None,
-        importance_weights=unsure if corrected else None,
-    )
-    return setup.advantages.placeholder(laid, unsure)
-
-
-def _explained(error: MemoryBudgetError, longest: Longest) -> MemoryBudgetError:
-    """Says in front of an error what was probed."""
-    return MemoryBudgetError(
-        f"The worst case does not fit: a prompt of {len(longest.prompt)} tokens ({longest.source}) with a completion "
-        f"of {longest.completion_tokens} tokens (max_completion_length), tried before the first step. {error}",
-        failure=error.failure,
-        held_bytes=error.held_bytes,
-    )
-
 
 def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> str:
     told = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in peaks.items())
@@ -607,12 +568,3 @@ def _sentence(longest: Longest, peaks: Mapping[str, int], budget_bytes: int) -> 
         f"{longest.completion_tokens} tokens, peak {format_bytes(peak)} of a budget of {format_bytes(budget_bytes)} "
         f"({told})"
     )
-
-
-def _remember(setup: TrainingSetup, trial: TrainingSetup) -> None:
-    """Takes over what a dry run learnt of the memory if a plan failed in it; else plans stay as without the check."""
-    learnt = [event for event in trial.memory.events if event["event"] in _LEARNT]
-    if learnt:
-        setup.memory.load_state_dict(trial.memory.state_dict())
-    for event in learnt:
-        setup.memory.record(**{**event, "during": "probe"})

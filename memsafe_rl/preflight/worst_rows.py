@@ -19,8 +19,14 @@ _STEPS = 64
 
 
 def worst_step(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> Sequence[int]:
-    """Finds the optimizer step of a rollout that the policy expects to hold most."""
-    return max(steps_of(setup, trajectory, rollout), key=lambda step: expected(setup, step.work)).rows
+    """Finds the optimizer step that the policy expects to hold most, or where it expects nothing, of large slices."""
+
+    def expected(step: Step) -> tuple[int, int, int]:
+        plan = setup.memory_policy.before_update(step.work, setup.memory_state())
+        slices = measure_slices(step.work, plan.micro_batch_tokens, packed=plan.pack_prompts)
+        return plan.predicted_bytes.get(Phase.UPDATE, 0), slices.tokens, slices.actions
+
+    return max(steps_of(setup, trajectory, rollout), key=expected).rows
 
 
 class Step(NamedTuple):
@@ -54,13 +60,9 @@ def later_rows(setup: TrainingSetup, rollout: int | None = None) -> list[list[in
     config = setup.config
     if config.updates_per_epoch < 2:
         return []
-    firsts = (cursor for cursor in islice(_cursors(setup, rollout), _STEPS) if cursor.starts_rollout)
-    sets = []
-    for cursor in firsts:
-        first = set(_rows(setup, cursor))
-        later = [row for row in range(config.rollout_rows) if row not in first]
-        sets.append(later[:: config.world_size])
-    return sets
+    cursors = (cursor for cursor in islice(_cursors(setup, rollout), _STEPS) if cursor.starts_rollout)
+    firsts = (set(_rows(setup, cursor)) for cursor in cursors)
+    return [[row for row in range(config.rollout_rows) if row not in rows][:: config.world_size] for rows in firsts]
 
 
 class WideSlice(NamedTuple):
@@ -94,18 +96,15 @@ def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list
     if work.geometry.unit is not None:
         return list(range(len(work.row_tokens)))
     groups, chosen = _cut(work, plan), set(_telling(work, plan))
-    if micro_batches > 1:
-        chosen |= {0} if work.sources else set(_records(work, groups, packed=plan.pack_prompts))
+    if micro_batches > 1 and work.sources:
+        chosen.add(0)
+    elif micro_batches > 1:
+        sizes = [slice_tokens(work, rows, packed=plan.pack_prompts) for rows in groups]
+        chosen |= {number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)}
     if not work.sources:
         others = [number for number in range(len(groups)) if number not in chosen]
         chosen |= set(others[: max(0, micro_batches - len(chosen))])
     return [place for number in sorted(chosen) for place in groups[number]]
-
-
-def _records(work: UpdateWork, parts: Sequence[Sequence[int]], *, packed: bool) -> list[int]:
-    """Numbers the micro-batches that have more tokens than all before them."""
-    sizes = [slice_tokens(work, rows, packed=packed) for rows in parts]
-    return [number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)]
 
 
 def _cut(work: UpdateWork, plan: UpdatePlan) -> list[list[int]]:
@@ -144,10 +143,3 @@ def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
         known = rollout is not None and config.kl_stop is None
         for epoch, step in each[: max(1, setup.planned_steps - begun)] if known else each:
             yield Cursor(number, epoch, step)
-
-
-def expected(setup: TrainingSetup, work: UpdateWork) -> tuple[int, int, int]:
-    """Says what the policy expects a step to hold; where it expects nothing, how large its slices are."""
-    plan = setup.memory_policy.before_update(work, setup.memory_state())
-    slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
-    return plan.predicted_bytes.get(Phase.UPDATE, 0), slices.tokens, slices.actions

@@ -125,7 +125,7 @@ class PolicyTrainer:
             hooks=hooks_of(self, PolicyTrainer),
         )
         self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
-        own = _own_callbacks(self.args, setup, self.accelerator.device, self._run_record)
+        own = _own_callbacks(self.args, setup, self._run_record)
         for callback in (*own, *outputs, *_listed(callbacks)):
             handler.add_callback(callback)
         self._loop.report.fire("on_init_end", self._loop.state)
@@ -448,12 +448,12 @@ def _check_before_training(loop: TrainingLoop) -> None:
         check_worst_case(loop)
 
 
-def _own_callbacks(args: TrainerConfig, setup: TrainingSetup, device: torch.device, record: Any) -> list[Any]:
+def _own_callbacks(args: TrainerConfig, setup: TrainingSetup, record: Any) -> list[Any]:
     """Makes the callbacks that every run has; ``record`` says what the run's folder holds besides settings."""
     output_dir, parallel = Path(args.output_dir), setup.parallel
     own: list[Any] = [
-        RunRecord(output_dir, setup.memory, device, record),
-        StatusFile(output_dir, setup.memory, device, rank=parallel.rank, world_size=parallel.world_size),
+        RunRecord(output_dir, setup.memory, record),
+        StatusFile(output_dir, setup.memory, rank=parallel.rank, world_size=parallel.world_size),
     ]
     if args.log_completions:
         limit = args.num_completions_to_print

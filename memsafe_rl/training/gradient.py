@@ -214,13 +214,13 @@ def pass_once(
     beside = next((critic.head for critic in critics if critic.shares_forward), None)
     scored = partial(score_rows, adapter, row, [0], temperature=1.0, tile=1, value_head=beside)
     with autocast():
-        scores = shards.forward(adapter.model, scored)
+        scores = shards.forward_of(adapter.model)(scored)
     values = 0.0 if scores.values_BT is None else scores.values_BT.sum()
     torch.autograd.backward(scores.logprobs_BT.sum() + values)
     for critic in critics:
         if not critic.shares_forward:
             with critic.running() as network, autocast():
-                values = shards.forward(network.model, partial(value_rows, network, row, [0], critic.head))
+                values = shards.forward_of(network.model)(partial(value_rows, network, row, [0], critic.head))
             torch.autograd.backward(values.sum())
 
 
@@ -243,7 +243,7 @@ def _learn_from(
     head = critic.head if critic is not None and critic.shares_forward else None
     scored = shared.scoring(rows, packed=packed, value_head=head)
     with shared.forward(shared.adapter):
-        scores = shared.shards.forward(shared.adapter.model, scored)
+        scores = shared.shards.forward_of(shared.adapter.model)(scored)
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
@@ -424,7 +424,7 @@ def _critic_gradient(
             value_rows, network, shared.trajectory, rows, critic.head, columns, packed=shared.packs(network)
         )
         with shared.forward(network):
-            values_BT = shared.shards.forward(network.model, valued)
+            values_BT = shared.shards.forward_of(network.model)(valued)
         share = value_share(shared.trajectory, rows, shared.terms, values_BT, columns)
         shared.backward(share.loss)
     return share

@@ -19,10 +19,9 @@ from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
-from memsafe_rl.memory.runtime.first_use import flush_autograd
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches
+from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
@@ -377,7 +376,8 @@ class TrainingLoop:
     def make_optimizer(self) -> None:
         """Makes what moves the weights."""
         callbacks = self.report.callbacks  # an earlier optimizer's state makes room for the new one's
-        callbacks.optimizer = callbacks.lr_scheduler = self.setup.holdings.optimizer = None
+        callbacks.optimizer = callbacks.lr_scheduler = None
+        self.setup.holdings.optimizer = list
         self.use(replace(self.setup, committer=None))
         if self.hooks.create_optimizers is not None:
             self.hooks.create_optimizers(self.setup.planned_steps)

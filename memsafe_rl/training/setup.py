@@ -20,10 +20,9 @@ from memsafe_rl.data.environments import EnvironmentPool
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.replicas import OneProcess, Parallel
 from memsafe_rl.parallel.shards import WHOLE, Shards

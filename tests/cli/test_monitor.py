@@ -225,7 +225,7 @@ def tracked(meter: Any = None) -> MemoryTracker:
 def test_a_phase_that_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
     with SimulatedMemory(2**24, exact=False) as device:
         tracker = tracked(SimulatedMeter(device))
-        status = StatusFile(tmp_path, tracker, torch.device("cpu"), every_seconds=0.02)
+        status = StatusFile(tmp_path, tracker, every_seconds=0.02)
         status.on_train_begin(None, SimpleNamespace(max_steps=7, global_step=2), None)
         tracker.adopt(UpdatePlan(predicted_bytes={"update": 5000, "update/logits": 10}), UpdatePlan)
         with tracker.phase(Phase.UPDATE):
@@ -245,7 +245,7 @@ def test_a_phase_that_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_nobody_closes_is_not_kept_by_its_status(tmp_path: Path) -> None:
-    status = StatusFile(tmp_path, tracked(), torch.device("cpu"), every_seconds=0.01)
+    status = StatusFile(tmp_path, tracked(), every_seconds=0.01)
     status.on_train_begin(None, SimpleNamespace(max_steps=1, global_step=0), None)
     thread = status._thread
     assert thread is not None
@@ -255,7 +255,7 @@ def test_a_trainer_that_nobody_closes_is_not_kept_by_its_status(tmp_path: Path) 
 
 
 def test_a_folder_that_vanishes_ends_the_status_and_not_the_run(tmp_path: Path) -> None:
-    status = StatusFile(tmp_path / "run", tracked(), torch.device("cpu"), every_seconds=0.01)
+    status = StatusFile(tmp_path / "run", tracked(), every_seconds=0.01)
     status.on_train_begin(None, SimpleNamespace(max_steps=1, global_step=0), None)
     assert status._thread is not None
     (tmp_path / "run").rename(tmp_path / "elsewhere")
@@ -267,7 +267,7 @@ def test_a_folder_that_vanishes_ends_the_status_and_not_the_run(tmp_path: Path) 
 
 def test_refusals_of_a_simulated_device_count_as_out_of_memory_errors(tmp_path: Path) -> None:
     with SimulatedMemory(1000, exact=False) as device:
-        status = StatusFile(tmp_path, tracked(SimulatedMeter(device)), torch.device("cpu"))
+        status = StatusFile(tmp_path, tracked(SimulatedMeter(device)))
         with pytest.raises(torch.OutOfMemoryError):
             torch.zeros(1000)
         assert status.snapshot()["allocator_ooms"] == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 
-from memsafe_rl.memory.runtime import first_use
+from memsafe_rl.memory.runtime import recovery
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.trainers import policy_trainer
 from memsafe_rl.training.assembly.factory import build_setup
@@ -44,22 +44,22 @@ def failed_backward() -> None:
 
 
 def test_nothing_of_a_failed_backward_is_held_when_the_retry_begins(cuda: Pretend) -> None:
-    first_use.prepare_device(DEVICE)
+    recovery.prepare_device(DEVICE)
     failed_backward()
     torch.cuda.synchronize()
-    first_use.flush_autograd()
+    recovery.flush_autograd()
     before, held = torch.cuda.memory_allocated(), []
     for _ in range(20):
         failed_backward()
-        first_use.flush_autograd()
+        recovery.flush_autograd()
         held.append(torch.cuda.memory_allocated() - before)
     assert held == [0] * 20
 
 
 def test_the_flush_allocates_nothing_on_the_device(cuda: Pretend) -> None:
-    first_use.prepare_device(DEVICE)
+    recovery.prepare_device(DEVICE)
     before = cuda.devices[0].allocations
-    first_use.flush_autograd()
+    recovery.flush_autograd()
     assert cuda.devices[0].allocations == before
 
 
@@ -84,7 +84,7 @@ def test_no_room_for_a_handle_is_out_of_memory(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", refused)
     with pytest.raises(torch.OutOfMemoryError, match="no room for its handle on cuda"):
-        first_use.prepare_device(DEVICE)
+        recovery.prepare_device(DEVICE)
 
 
 @pytest.mark.parametrize(("then", "now"), [(2, 1), (1, 2), (0, 2), (2, 2)])

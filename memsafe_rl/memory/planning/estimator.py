@@ -23,6 +23,7 @@ from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,
     ModelGeometry,
+    Phase,
     RolloutPlan,
     RolloutWork,
     UnitBytes,
@@ -31,8 +32,6 @@ from memsafe_rl.types import (
 )
 
 Parts = Mapping[Component, int]
-
-DEFAULT_TILE = UpdatePlan.logprob_tile
 
 _WIDE_TENSORS = 8
 """Tensors of the hidden width that a transformer block saves for backward: two norms (input and normalised input
@@ -196,21 +195,17 @@ def _sourced_activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, 
 
 def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
     """Counts the sequences that are decoded together, and their unique prompts."""
-    longest = max(work.prompt_tokens, default=1)
-    if work.geometry.unit is not None:
-        rows = max(1, min(work.rows, plan.rows_in_flight))
-        return rows, _prompts_of(work, rows)
-    if work.geometry.shares_prompts:
-        most = max(1, min(work.rows, plan.rows_in_flight))
-        if plan.kv_bytes is not None:
-            room = plan.kv_bytes
-            most = max(1, bisect_right(range(1, most + 1), room, key=lambda rows: _shared_cache_bytes(work, rows)))
-        return most, _prompts_of(work, most)
-    waves = max(1, math.ceil(work.rows / max(1, plan.rows_in_flight)))
-    rows = math.ceil(work.rows / waves)
-    if plan.kv_bytes is not None:
-        rows = min(rows, plan.kv_bytes // max(1, work.geometry.kv_bytes(longest + work.max_new_tokens)))
-    rows = max(1, min(rows, work.group_size * max(1, plan.prefill_tokens // max(1, longest))))
+    longest, room = max(work.prompt_tokens, default=1), plan.kv_bytes
+    rows = max(1, min(work.rows, plan.rows_in_flight))
+    if work.geometry.unit is None and work.geometry.shares_prompts:
+        if room is not None:
+            rows = max(1, bisect_right(range(1, rows + 1), room, key=lambda rows: _shared_cache_bytes(work, rows)))
+    elif work.geometry.unit is None:
+        waves = max(1, math.ceil(work.rows / max(1, plan.rows_in_flight)))
+        rows = math.ceil(work.rows / waves)
+        if room is not None:
+            rows = min(rows, room // max(1, work.geometry.kv_bytes(longest + work.max_new_tokens)))
+        rows = max(1, min(rows, work.group_size * max(1, plan.prefill_tokens // max(1, longest))))
     return rows, _prompts_of(work, rows)
 
 
@@ -262,7 +257,7 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     return {Component.ACTIVATIONS: activations, Component.KV_CACHE: kept, Component.LOGITS: logits}
 
 
-def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = DEFAULT_TILE) -> Parts:
+def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = UpdatePlan.logprob_tile) -> Parts:
     """Estimates what a forward without gradient adds: hidden states, one block's temporaries, and a tile of logits."""
     geometry = work.geometry
     rows = _rows_to_score(work)
@@ -442,28 +437,20 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
     return time
 
 
-def rollout_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
-    """Compares sampling a rollout with that by the fastest plan."""
-    full, rows = wave_rows(work, fastest)[0], wave_rows(work, plan)[0]
-    time = _slowness(full, rows, _FIXED_SHARE) + _bus_tokens(work.geometry, plan.resident_blocks) / rows
-    if work.kept_bytes:
+def rollout_time(phase: Phase, work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
+    """Compares sampling a rollout, scoring it or a reward model's passes with that by the fastest plan."""
+    if phase is Phase.REWARD:
+        time = _slowness(fastest.reward_rows, plan.reward_rows, _FIXED_SHARE)
+        return time * (_LEAST_COST if plan.park_optimizer else 1.0)
+    if phase is Phase.ROLLOUT:
+        full, size = wave_rows(work, fastest)[0], wave_rows(work, plan)[0]
+    else:
+        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=1)
+        total = work.rows * (prompt + work.max_new_tokens)
+        full, size = min(total, fastest.score_tokens), min(total, plan.score_tokens)
+    time = _slowness(full, size, _FIXED_SHARE) + _bus_tokens(work.geometry, plan.resident_blocks) / size
+    if phase is Phase.ROLLOUT and work.kept_bytes:
         time *= 1 + _READ_AGAIN * (1 - kept_bytes(work, plan) / work.kept_bytes)
-    return time * (_LEAST_COST if plan.park_optimizer else 1.0)
-
-
-def score_time(work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:
-    """Compares scoring a rollout with that by the fastest plan."""
-    prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=1)
-    total = work.rows * (prompt + work.max_new_tokens)
-    tokens = min(total, plan.score_tokens)
-    time = _slowness(min(total, fastest.score_tokens), tokens, _FIXED_SHARE)
-    time += _bus_tokens(work.geometry, plan.resident_blocks) / tokens
-    return time * (_LEAST_COST if plan.park_optimizer else 1.0)
-
-
-def reward_time(plan: RolloutPlan, fastest: RolloutPlan) -> float:
-    """Compares a reward model's passes with those by the fastest plan."""
-    time = _slowness(fastest.reward_rows, plan.reward_rows, _FIXED_SHARE)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
 
 

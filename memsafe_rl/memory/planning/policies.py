@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -27,13 +27,10 @@ from memsafe_rl.memory.planning.estimator import (
     full_speed_rows,
     full_speed_tile,
     full_speed_tokens,
-    reward_time,
     rollout_time,
-    score_time,
     update_time,
 )
 from memsafe_rl.memory.planning.search import (
-    FINE_STEPS,
     LOSSLESS,
     Fallback,
     Plan,
@@ -119,8 +116,8 @@ class FixedPolicy(MemoryPolicy):
     update: UpdatePlan = field(default_factory=UpdatePlan)
 
     def __post_init__(self) -> None:
-        check_rollout_plan(self.rollout)
-        check_update_plan(self.update)
+        check_plan(self.rollout, RolloutPlan)
+        check_plan(self.update, UpdatePlan)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Gives the fixed rollout plan, with what it is predicted to hold."""
@@ -166,12 +163,8 @@ class AdaptivePolicy(MemoryPolicy):
             kept_kv_bytes=work.kept_bytes,
             compile=self.compile,
         )
-        times: dict[Phase, Callable[[RolloutPlan], float]] = {
-            Phase.ROLLOUT: partial(rollout_time, work, fastest=fast),
-            Phase.SCORE: partial(score_time, work, fastest=fast),
-            Phase.REWARD: partial(reward_time, fastest=fast),
-        }
-        for phase, time in times.items():
+        for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD):
+            time = partial(rollout_time, phase, work, fastest=fast)
             plan = fastest_with_weights_away(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
         return with_prediction(plan, work, memory)
 
@@ -209,7 +202,7 @@ class AdaptivePolicy(MemoryPolicy):
         """Gives the fallbacks worth planning with; waves shrink prompts too, and only known state can be offloaded."""
         left_out = {"prefill_tokens", "resident_blocks"} | (set() if memory.optimizer_bytes else {"park_optimizer"})
         names = [name for name in self._names() if name not in left_out]
-        return tuple(FINE_STEPS.get(fallback.name, fallback) for fallback in fallbacks_named(names, phase))
+        return tuple(replace(found, step=found.fine_step or found.step) for found in fallbacks_named(names, phase))
 
 
 @dataclass(frozen=True)
@@ -295,27 +288,17 @@ def _packs(wanted: bool | None, work: UpdateWork) -> bool:
 # ------------------------------------------------------------------ what a plan may ask for
 
 
+_MAY_BE_ZERO = ("kept_kv_bytes", "resident_blocks")
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "cache_dtype": (None, "int8"),
+    "trajectory_device": ("device", "host"),
+    "compile": (None, *COMPILE_MODES),
+}
+
+
 def check_rollout_plan(plan: RolloutPlan) -> None:
     """Refuses a rollout plan that cannot be carried out."""
-    _check_fields(plan, RolloutPlan, kv_bytes=(None,), kept_kv_bytes=(0,), resident_blocks=(None, 0))
-    _check_choice(plan, "cache_dtype", (None, "int8"))
-    _check_compile(plan)
-
-
-def check_update_plan(plan: UpdatePlan) -> None:
-    """Refuses an update plan that cannot be carried out."""
-    _check_fields(plan, UpdatePlan, resident_blocks=(None, 0))
-    _check_choice(plan, "trajectory_device", ("device", "host"))
-    _check_compile(plan)
-
-
-def _check_compile(plan: RolloutPlan | UpdatePlan) -> None:
-    _check_choice(plan, "compile", (None, *COMPILE_MODES))
-    if plan.compile is not None and plan.resident_blocks is not None:
-        raise ConfigError(
-            f"{type(plan).__name__} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but "
-            "weights that come and go cannot be compiled in. Leave one of the two None."
-        )
+    check_plan(plan, RolloutPlan)
 
 
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
@@ -328,40 +311,37 @@ def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
         )
 
 
-def _check_fields(plan: RolloutPlan | UpdatePlan, kind: type[RolloutPlan | UpdatePlan], **may_be: Any) -> None:
-    """Refuses what is no plan of a kind, and counts, switches and predictions that cannot be meant."""
+def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
+    """Refuses what is no plan of a kind, and counts, switches, predictions and choices that cannot be meant."""
     if not isinstance(plan, kind):
         raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+    called = type(plan).__name__
     for entry in fields(plan):
-        name, value, where = entry.name, getattr(plan, entry.name), f"{type(plan).__name__}.{entry.name}"
+        name, value, where = entry.name, getattr(plan, entry.name), f"{called}.{entry.name}"
         if entry.type == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; write True or False.")
-        if not str(entry.type).startswith("int") or any(value is one for one in may_be.get(name, ())):
+        if not str(entry.type).startswith("int") or (value is None and str(entry.type).endswith("None")):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
-        least = 0 if 0 in may_be.get(name, ()) else 1
-        if value < least:
+        if value < (least := 0 if name in _MAY_BE_ZERO else 1):
             raise ConfigError(f"{where} is {value}; it must be at least {least}.")
-    _check_predictions(plan)
-
-
-def _check_choice(plan: RolloutPlan | UpdatePlan, name: str, choices: Sequence[str | None]) -> None:
-    value = getattr(plan, name)
-    if value not in choices:
-        written = ", ".join(map(repr, choices))
-        raise ConfigError(f"{type(plan).__name__}.{name} is {value!r}; write one of {written}.")
-
-
-def _check_predictions(plan: RolloutPlan | UpdatePlan) -> None:
-    if not isinstance(plan.predicted_bytes, Mapping):
+    predicted = plan.predicted_bytes
+    if not isinstance(predicted, Mapping):
         raise ConfigError(
-            f"{type(plan).__name__}.predicted_bytes is {plan.predicted_bytes!r}; it must be a mapping of phase to "
-            "bytes. Leave it out."
+            f"{called}.predicted_bytes is {predicted!r}; it must be a mapping of phase to bytes. Leave it out."
         )
-    for name, size in plan.predicted_bytes.items():
+    for name, size in predicted.items():
         if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
-            raise ConfigError(f"{type(plan).__name__}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
+            raise ConfigError(f"{called}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
+    for name, known in _CHOICES.items():
+        if hasattr(plan, name) and (value := getattr(plan, name)) not in known:
+            raise ConfigError(f"{called}.{name} is {value!r}; write one of {', '.join(map(repr, known))}.")
+    if plan.compile is not None and plan.resident_blocks is not None:
+        raise ConfigError(
+            f"{called} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but weights that come "
+            "and go cannot be compiled in. Leave one of the two None."
+        )
 
 
 # ------------------------------------------------------------------ presets

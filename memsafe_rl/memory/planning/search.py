@@ -1,13 +1,12 @@
-"""Fallbacks, which make a plan leaner in one field or, if lossy, the task in one setting; and the search among them.
+"""Fallbacks, which make a plan leaner in the field whose name they bear; and the search among them.
 
-A lossless fallback bears the name of the plan's field, a lossy one that of the setting. Steps are pure: plan and
-work in, a leaner plan out, or None at the bottom.
+Steps are pure: plan and work in, a leaner plan out, or None at the bottom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,19 +55,15 @@ _STRIDE = 0.9
 
 @dataclass(frozen=True)
 class Fallback:
-    """One way to hold less."""
+    """One lossless way to hold less: tokens and gradients stay the same up to floating-point order."""
 
-    name: str  # the field of the plan that it changes; the setting, for a lossy fallback
+    name: str  # the field of the plan that it changes
     about: str  # what it changes and what it saves, in one sentence
-    phases: frozenset[Phase] = field(default_factory=frozenset)  # where it helps
-    # gives a leaner plan for (plan, work), or None at the bottom; None for a lossy fallback, which no plan can take
-    # because it changes the work itself
-    step: Step | None = None
-
-    @property
-    def lossless(self) -> bool:
-        """Whether tokens and gradients stay the same up to floating-point order."""
-        return self.step is not None
+    phases: frozenset[Phase]  # where it helps
+    step: Step  # gives a leaner plan for (plan, work), or None at the bottom
+    # a shorter one where a plan is chosen: three quarters of a micro-batch may fit where half overshoots. After a
+    # failure, when nobody knows how far the estimate is off, halving finds a fit sooner.
+    fine_step: Step | None = None
 
 
 def _set(name: str, value: Any) -> Step:
@@ -80,14 +75,19 @@ def _set(name: str, value: Any) -> Step:
     return step
 
 
+def _halved(plan: Plan, name: str, size: int) -> Plan | None:
+    """Gives a plan half of a size, down to one."""
+    half: Any = {name: size // 2}
+    return replace(plan, **half) if size > 1 else None
+
+
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     most = plan.logprob_tile
     if isinstance(work, UpdateWork):
         if work.geometry.unit is not None:
             return None  # there are no logits
-        most = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions
-    tile = min(plan.logprob_tile, most) // 2
-    return replace(plan, logprob_tile=tile) if tile >= 1 else None
+        most = min(most, measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts).actions)
+    return _halved(plan, "logprob_tile", most)
 
 
 def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> UpdatePlan | None:
@@ -102,7 +102,7 @@ def _smaller_micro_batch(plan: UpdatePlan, work: Work, share: float = 0.5) -> Up
 
 def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     rows = wave_rows(work, plan)[0] if isinstance(work, RolloutWork) else plan.rows_in_flight
-    return replace(plan, rows_in_flight=rows // 2) if rows > 1 else None
+    return _halved(plan, "rows_in_flight", rows)
 
 
 def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
@@ -118,41 +118,30 @@ def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 
 def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     if not isinstance(work, RolloutWork):
-        return replace(plan, prefill_tokens=plan.prefill_tokens // 2) if plan.prefill_tokens > 1 else None
+        return _halved(plan, "prefill_tokens", plan.prefill_tokens)
     if work.geometry.unit is not None:
         return None  # its prompts are no tokens
     longest = max(work.prompt_tokens, default=1)
     prompts = -(-read_tokens(work, plan) // longest)
     if prompts > 1:
         return replace(plan, prefill_tokens=prompts // 2 * longest)
-    tokens = min(plan.prefill_tokens, longest) // 2
-    return replace(plan, prefill_tokens=tokens) if work.geometry.shares_prompts and tokens >= 1 else None
+    shares = work.geometry.shares_prompts
+    return _halved(plan, "prefill_tokens", min(plan.prefill_tokens, longest)) if shares else None
 
 
 def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
-    tokens = min(plan.score_tokens, _tokens_of(work) or plan.score_tokens) // 2
-    return replace(plan, score_tokens=tokens) if tokens >= 1 else None
+    most = 0  # tokens, or pairs, of all rows as long as the longest
+    if isinstance(work, RolloutWork):
+        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
+        most = work.rows * (prompt + work.max_new_tokens)
+    elif work is not None:
+        most = len(work.row_tokens) * max(work.row_tokens, default=0)
+    return _halved(plan, "score_tokens", min(plan.score_tokens, most or plan.score_tokens))
 
 
 def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
-    rows = min(plan.reward_rows, work.rows if isinstance(work, RolloutWork) else plan.reward_rows) // 2
-    return replace(plan, reward_rows=rows) if rows >= 1 else None
-
-
-def _tokens_of(work: Work) -> int:
-    """Tokens, or pairs, of all rows as long as the longest; 0 where the work is not known."""
-    if isinstance(work, RolloutWork):
-        prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=0)
-        return work.rows * (prompt + work.max_new_tokens)
-    return 0 if work is None else len(work.row_tokens) * max(work.row_tokens, default=0)
-
-
-PARK = Fallback(
-    "park_optimizer",
-    "the optimizer state waits in host memory outside the commit: saves all of it, costs two transfers a step; bitwise",
-    EVERYWHERE,
-    _set("park_optimizer", True),
-)
+    rows = min(plan.reward_rows, work.rows) if isinstance(work, RolloutWork) else plan.reward_rows
+    return _halved(plan, "reward_rows", rows)
 
 
 def _fewer_resident(plan: Any, work: Work) -> Any:
@@ -170,7 +159,15 @@ RESIDENT = Fallback(
     _fewer_resident,
 )
 
-UPDATE_RUNGS: tuple[Fallback, ...] = (
+FALLBACKS: tuple[Fallback, ...] = (
+    Fallback(
+        "kept_kv_bytes",
+        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
+        "each turn's context again; same tokens",
+        SAMPLING,
+        _set("kept_kv_bytes", 0),
+        _keep_half,
+    ),
     Fallback(
         "checkpointing",
         "each block runs again in the backward pass: saves its activations, costs a third; bitwise",
@@ -194,6 +191,7 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         "fewer rows a forward and backward, down to one: halves activations, costs speed; up to rounding",
         frozenset({Phase.UPDATE}),
         _smaller_micro_batch,
+        partial(_smaller_micro_batch, share=0.75),
     ),
     Fallback(
         "trajectory_device",
@@ -201,19 +199,13 @@ UPDATE_RUNGS: tuple[Fallback, ...] = (
         frozenset({Phase.UPDATE}),
         _set("trajectory_device", "host"),
     ),
-    PARK,
-    RESIDENT,
-)
-"""Lossless fallbacks of an update, in the order in which a failure takes them."""
-
-ROLLOUT_RUNGS: tuple[Fallback, ...] = (
     Fallback(
-        "kept_kv_bytes",
-        "caches of episodes are dropped between turns: saves those of all rows but the ones in flight, costs reading "
-        "each turn's context again; same tokens",
-        SAMPLING,
-        _set("kept_kv_bytes", 0),
+        "park_optimizer",
+        "the optimizer state waits in host memory outside the commit: saves all, costs two transfers a step; bitwise",
+        EVERYWHERE,
+        _set("park_optimizer", True),
     ),
+    RESIDENT,
     Fallback(
         "rows_in_flight",
         "fewer sequences are decoded together, down to one: halves caches and logits, costs speed; same tokens",
@@ -238,52 +230,14 @@ ROLLOUT_RUNGS: tuple[Fallback, ...] = (
         frozenset({Phase.REWARD, Phase.EVALUATE}),
         _fewer_rewarded,
     ),
-    PARK,
-    RESIDENT,
 )
-"""Lossless fallbacks of a rollout, of scoring and of reward models."""
+"""All fallbacks, in the order in which a failure takes them: what is only kept for later, then what a phase needs."""
 
-_FINE: Mapping[str, Step] = {
-    "micro_batch_tokens": partial(_smaller_micro_batch, share=0.75),
-    "kept_kv_bytes": _keep_half,
-}
-FINE_STEPS: Mapping[str, Fallback] = {
-    fallback.name: replace(fallback, step=_FINE[fallback.name])
-    for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS)
-    if fallback.name in _FINE
-}
-"""Fallbacks by name whose steps are shorter where a plan is chosen: three quarters of a micro-batch may fit where half
-overshoots. After a failure, when nobody knows how far the estimate is off, halving finds a fit sooner."""
-
-
-LOSSY_RUNGS: tuple[Fallback, ...] = (
-    Fallback(
-        "max_completion_length",
-        "completions are cut earlier: saves cache and activations in proportion, and changes which answers can be "
-        "given at all",
-    ),
-    Fallback(
-        "num_iterations",
-        "the rollout is learnt from fewer times: saves the old log-probs and their scoring pass, and learns less from "
-        "each rollout",
-    ),
-    Fallback(
-        "num_generations",
-        "fewer samples a prompt: saves cache and trajectory, and makes advantages noisier; at two they are all ±0.707",
-    ),
-    Fallback(
-        "cache_implementation",
-        "rollouts keep keys and values in 8 bits: saves up to three quarters of the cache, and draws from a "
-        "distribution a little beside the model's, which importance weights correct",
-    ),
-    Fallback("optim", "the optimizer keeps its state in 8 bits: saves three quarters of it, and rounds every update"),
-)
-"""What changes the task: never taken by a plan, only by the trainer, and only when `allow_lossy` names it."""
-
-LOSSLESS = tuple(dict.fromkeys(fallback.name for fallback in (ROLLOUT_RUNGS[0], *UPDATE_RUNGS, *ROLLOUT_RUNGS)))
-"""Names of all lossless fallbacks, in order; what is only kept for later goes before what a phase itself needs."""
-LOSSY = tuple(fallback.name for fallback in LOSSY_RUNGS)
-"""Names of all lossy fallbacks, in order."""
+LOSSLESS = tuple(fallback.name for fallback in FALLBACKS)
+"""Their names."""
+LOSSY = ("max_completion_length", "num_iterations", "num_generations", "cache_implementation", "optim")
+"""Settings whose change changes the task: never a plan's to take, only the trainer's (`config.degradation`), and only
+when `allow_lossy` names it."""
 
 
 def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
@@ -295,7 +249,7 @@ def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
             raise ConfigError(f"Fallback {name!r} changes the task, which no plan can; list it in allow_lossy instead.")
         if name not in LOSSLESS:
             raise ConfigError(f"There is no fallback {name!r}; write some of {', '.join(LOSSLESS)}.")
-    found = {fallback.name: fallback for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS) if phase in fallback.phases}
+    found = {fallback.name: fallback for fallback in FALLBACKS if phase in fallback.phases}
     return tuple(found[name] for name in names if name in found)
 
 
@@ -339,8 +293,6 @@ def leaner(first: Plan, second: Plan) -> Plan:
 
 def _down(fallback: Fallback, plan: Plan, work: Work) -> Iterator[Plan]:
     """Takes one fallback again and again, down to its bottom."""
-    if fallback.step is None:
-        raise AssertionError(f"{fallback.name} is lossy")
     lower: Plan | None = fallback.step(plan, work)
     while lower is not None:
         yield lower
@@ -438,13 +390,11 @@ def fastest_with_weights_away(
     start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]
 ) -> Plan:
     """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host."""
-    plans = [fastest_that_fits(start, fallbacks, room, time)]
-    if room.fits(plans[0]):
-        return plans[0]
-    lower = _fewer_resident(start, room.work)
-    while lower is not None:
-        plans.append(fastest_that_fits(lower, fallbacks, room, time))
-        lower = _fewer_resident(lower, room.work)
+    plan = fastest_that_fits(start, fallbacks, room, time)
+    if room.fits(plan):
+        return plan
+    plans: list[Plan] = [plan]
+    plans.extend(fastest_that_fits(lower, fallbacks, room, time) for lower in _down(RESIDENT, start, room.work))
     return min((plan for plan in plans if room.fits(plan)), key=time, default=plans[-1])
 
 
@@ -465,28 +415,11 @@ def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback])
     if failure.budget_bytes and free > 0:
         target = min(target, free)
     held = frozen_bytes(failure.work, plan.resident_blocks)
-
-    def asks(step: Plan) -> int:
-        """What a step takes, less the weights that it sends to the host."""
-        sent = held - frozen_bytes(failure.work, step.resident_blocks)
-        return (extra_bytes(failure.phase, failure.work, step) or 0) - sent
-
-    return next((step for step in lower if asks(step) <= target), lower[-1])
-
-
-def floor(work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
-    """Says what the leanest lossless plan is predicted to hold, and who holds it."""
-    if isinstance(work, UpdateWork):
-        return _floor(UpdatePlan(), Phase.UPDATE, work, memory)
-    return _floor(RolloutPlan(), Phase.ROLLOUT, work, memory)
-
-
-def _floor(start: Plan, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> dict[str, int]:
-    room = Room(phase, work, memory)
-    leanest = min(reachable(start, work, fallbacks_named(LOSSLESS, phase)), key=lambda plan: room.demand(plan))
-    predicted = with_prediction(leanest, work, memory).predicted_bytes
-    found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
-    return {"held": memory.live_bytes + _moved_bytes(leanest, work, memory), **found}
+    for step in lower:
+        sent = held - frozen_bytes(failure.work, step.resident_blocks)  # to the host
+        if (extra_bytes(failure.phase, failure.work, step) or 0) - sent <= target:
+            return step
+    return lower[-1]
 
 
 def _parts(phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int) -> Parts | None:
@@ -528,7 +461,13 @@ def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
     failures = [failure for failure in memory.failures if failure.phase in alike]
 
     def least(failed: Sequence[MemoryFailure]) -> float:
-        estimates = (_estimate(failure, work, memory) for failure in failed)
+        """What the leanest of some plans that failed was estimated to take."""
+        estimates = (
+            extra_bytes(one.phase, one.work or work, one.plan, _tile(memory))
+            if one.plan is not None and one.estimated_bytes is None
+            else one.estimated_bytes
+            for one in failed
+        )
         return min((estimate for estimate in estimates if estimate is not None), default=float("inf"))
 
     foreseen, own = least([one for one in failures if one.foreseen]), [one for one in failures if not one.foreseen]
@@ -538,10 +477,3 @@ def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
     known = least([failure for failure in own if failure.step == max(steps)])
     waits = max(0, memory.step - max(steps) - 1) // (_UNTROUBLED_STEPS * 2 ** (len(steps) - 1))
     return min(foreseen - 1, known - 1 if waits == 0 else known * 2 ** min(waits - 1, 64))
-
-
-def _estimate(failure: MemoryFailure, work: Work, memory: MemoryState) -> int | None:
-    """Gives what a plan that failed was estimated to take."""
-    if failure.plan is None or failure.estimated_bytes is not None:
-        return failure.estimated_bytes
-    return extra_bytes(failure.phase, failure.work or work, failure.plan, _tile(memory))

@@ -45,44 +45,29 @@ class HeadroomWatch:
         self._retries: int | None = None
 
     def observe(
-        self, *, step: int, peak_bytes: int, budget_bytes: int, allocator_retries: int = 0
+        self, step: int, peak_bytes: int, budget_bytes: int, allocator_retries: int = 0
     ) -> list[dict[str, Any]]:
         """Compares a step with the one before."""
-        events = []
+        events: list[dict[str, Any]] = []
         band = headroom_of(peak_bytes, budget_bytes)
         if band is not self._band:
-            self._band = band
-            events.append(_band_event(step, band, peak_bytes, budget_bytes))
+            self._band, share = band, peak_bytes / budget_bytes
+            sentence = (
+                f"The peak of {format_bytes(peak_bytes)} is {share:.1%} of the budget of {format_bytes(budget_bytes)}: "
+                f"{_MEANINGS[band]}."
+            )
+            known = {"band": str(band), "peak_bytes": peak_bytes, "budget_bytes": budget_bytes, "share": share}
+            events.append({"event": "band", "step": step, **known, "sentence": sentence})
         before = allocator_retries if self._retries is None else self._retries
-        if allocator_retries > before:
-            events.append(_retries_event(step, allocator_retries - before))
+        if retries := max(0, allocator_retries - before):
+            times = "once" if retries == 1 else f"{retries} times"
+            sentence = (
+                f"The allocator found no block large enough {times} and gave all cached memory back before going on: "
+                "the card is nearly full or its memory is cut into small pieces, and each time costs speed; set "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget so that "
+                "smaller plans are made."
+            )
+            alarm = {"event": "alarm", "kind": "allocator_retries", "step": step}
+            events.append({**alarm, "retries": retries, "sentence": sentence})
         self._retries = allocator_retries
         return events
-
-
-def _band_event(step: int, band: Headroom, peak_bytes: int, budget_bytes: int) -> dict[str, Any]:
-    share = peak_bytes / budget_bytes
-    sentence = (
-        f"The peak of {format_bytes(peak_bytes)} is {share:.1%} of the budget of {format_bytes(budget_bytes)}: "
-        f"{_MEANINGS[band]}."
-    )
-    return {
-        "event": "band",
-        "step": step,
-        "band": str(band),
-        "peak_bytes": peak_bytes,
-        "budget_bytes": budget_bytes,
-        "share": share,
-        "sentence": sentence,
-    }
-
-
-def _retries_event(step: int, retries: int) -> dict[str, Any]:
-    times = "once" if retries == 1 else f"{retries} times"
-    sentence = (
-        f"The allocator found no block large enough {times} and gave all cached memory back before going on: the card "
-        "is nearly full or its memory is cut into small pieces, and each time costs speed; set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget so that smaller "
-        "plans are made."
-    )
-    return {"event": "alarm", "kind": "allocator_retries", "step": step, "retries": retries, "sentence": sentence}

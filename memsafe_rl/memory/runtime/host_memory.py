@@ -7,9 +7,11 @@ copy into or out of the part that stands for the host; where nobody counts, ther
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -62,27 +64,19 @@ def offloaded(weights: Iterable[Tensor]) -> Iterator[None]:
     if all(weight.device.type == "cpu" for weight in kept) and not listened_to():
         yield
         return
-    offload = _Offload(kept)
-    with saved_tensors_hooks(offload.pack, offload.unpack):
+    with saved_tensors_hooks(_Offload(kept).pack, call):
         yield
 
 
-@dataclass(frozen=True)
-class _Stayed:
-    """A saved tensor left where it was."""
-
-    tensor: Tensor
-    version: int
-
-    def checked(self) -> Tensor:
-        """Gives it back if nobody wrote to it since; autograd leaves that to whoever keeps a tensor."""
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"A tensor of shape {tuple(self.tensor.shape)} that the gradient needs was changed in place after the "
-                f"forward pass (version {self.tensor._version}, saved at {self.version}). Change it after the backward "
-                "pass, or change a copy of it."
-            )
-        return self.tensor
+def _stayed(tensor: Tensor, version: int) -> Tensor:
+    """Gives a saved tensor that was left where it was; autograd leaves the check to whoever keeps a tensor."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"A tensor of shape {tuple(tensor.shape)} that the gradient needs was changed in place after the forward "
+            f"pass (version {tensor._version}, saved at {version}). Change it after the backward pass, or change a "
+            "copy of it."
+        )
+    return tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,47 +88,37 @@ class _Piece:
     origin: weakref.ref[torch.UntypedStorage]
 
 
-@dataclass(frozen=True)
-class _Moved:
-    """A saved tensor on the host: how it lies in its piece, or None where the piece is the tensor without its gaps."""
-
-    piece: _Piece
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int | None
+@torch.no_grad()
+def _brought_back(piece: _Piece, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None) -> Tensor:
+    """Gives a saved tensor as it lay in its piece; no offset where the piece is the tensor without its gaps."""
+    if offset is not None:
+        return _onto_device(piece).as_strided(shape, strides, offset)
+    target = torch.empty_strided(shape, strides, dtype=piece.elements.dtype, device=piece.device)
+    return target.copy_(piece.elements, non_blocking=piece.elements.is_pinned())
 
 
 class _Offload:
-    """Packs saved tensors into host memory and unpacks them; each piece of a storage is moved once."""
+    """Packs saved tensors into what gives them back, most from host memory; each piece of a storage is moved once."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {storage._cdata: storage for weight in weights for storage in storages_of(weight)}
         self._pieces: weakref.WeakValueDictionary[tuple[Any, ...], _Piece] = weakref.WeakValueDictionary()
 
     @torch.no_grad()
-    def pack(self, tensor: Tensor) -> _Stayed | _Moved:
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Gives what autograd calls for the tensor."""
         # Without its graph, for a tensor that an operator saves of its own output would keep itself alive.
         saved = tensor.detach()
         if not self._moves(saved):
-            return _Stayed(saved, saved._version)
+            return partial(_stayed, saved, saved._version)
         shape, strides, start = tuple(saved.shape), saved.stride(), int(saved.storage_offset())
         spread = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if spread > _LARGEST_SPREAD * saved.numel():
-            return _Moved(self._piece(saved, (start, shape, strides)), shape, strides, None)
+            return partial(_brought_back, self._piece(saved, (start, shape, strides)), shape, strides, None)
         # A start as far from a multiple of 64 bytes as before, so that kernels cut their sums as before.
         lead = start % max(1, _ALIGNMENT // saved.itemsize)
         lying = saved.as_strided((lead + spread,), (1,), start - lead)
-        return _Moved(self._piece(lying, (start - lead, lead + spread)), shape, strides, lead)
-
-    @torch.no_grad()
-    def unpack(self, packed: _Stayed | _Moved) -> Tensor:
-        if isinstance(packed, _Stayed):
-            return packed.checked()
-        piece = packed.piece
-        if packed.offset is not None:
-            return _onto_device(piece).as_strided(packed.shape, packed.strides, packed.offset)
-        target = torch.empty_strided(packed.shape, packed.strides, dtype=piece.elements.dtype, device=piece.device)
-        return target.copy_(piece.elements, non_blocking=piece.elements.is_pinned())
+        return partial(_brought_back, self._piece(lying, (start - lead, lead + spread)), shape, strides, lead)
 
     def _moves(self, tensor: Tensor) -> bool:
         storages = list(storages_of(tensor))

@@ -6,10 +6,9 @@ import _thread
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
 
 from memsafe_rl.errors import TrainingInterrupted
 
@@ -32,26 +31,21 @@ class StopRequest:
         self.reason = ""
         self._heard = 0
         self._saving = False
-        self._held = 0
-        self._deferred: int | None = None
         self._grace_seconds = grace_seconds
         self._timer: threading.Timer | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hears signals inside."""
-        global _listener
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         previous = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) in _DEFAULTS}
-        outer, _listener = _listener, self
         try:
             for number in previous:
                 signal.signal(number, self._hear)
             yield
         finally:
-            _listener = outer
             for number, handler in previous.items():
                 signal.signal(number, handler)
             if self._timer is not None:
@@ -66,29 +60,8 @@ class StopRequest:
         finally:
             self._saving = outer
 
-    def hears(self, number: int) -> bool:
-        """Tells whether a signal comes to this request."""
-        return signal.getsignal(number) == self._hear
-
-    def hold(self) -> None:
-        """Defers signals until `let_go`."""
-        self._held += 1
-
-    def let_go(self) -> None:
-        """Hears what was deferred."""
-        self._held -= 1
-        if not self._held and self._deferred is not None:
-            number, self._deferred = self._deferred, None
-            self._act(number)
-
     def _hear(self, number: int, _: FrameType | None) -> None:
         self._heard += 1
-        if self._held:
-            self._deferred = number
-        else:
-            self._act(number)
-
-    def _act(self, number: int) -> None:
         first, self.reason = not self.reason, self.reason or signal.Signals(number).name
         if self._heard >= 3 or (not self._saving and (self._heard == 2 or not self._grace_seconds)):
             raise TrainingInterrupted(self.reason)
@@ -109,38 +82,31 @@ class StopRequest:
             _thread.interrupt_main(signal.Signals(number))
 
 
-_listener: StopRequest | None = None
-"""What hears signals now."""
-
-
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Defers signals until the block is done, so that a step is never half committed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    listener = _listener or StopRequest()
-    caught: dict[int, FrameType | None] = {}
+    # Those of a run, of the script's own, and of a run that this one runs in: all may raise.
+    handlers = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    caught: list[tuple[int, FrameType | None]] = []
+    deferring = True
 
     def catch(number: int, frame: FrameType | None) -> None:
-        caught.setdefault(number, frame)
+        if deferring:
+            caught.append((number, frame))
+        else:  # the block is done, and this signal's handler not yet restored
+            handlers[number](number, frame)
 
-    # Those of the script's own, and of a run that this one runs in, may raise too.
-    others: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    for number in SIGNALS:
-        handler = signal.getsignal(number)
-        if callable(handler) and not listener.hears(number):
-            others[number] = handler
-    listener.hold()
     try:
-        for number in others:
+        for number in handlers:
             signal.signal(number, catch)
         yield
     finally:
-        for number, handler in others.items():
+        deferring = False
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        try:
-            listener.let_go()
-        finally:
-            for number, frame in caught.items():
-                others[number](number, frame)
+        with ExitStack() as each:  # though one of them raises
+            for number, frame in reversed(caught):
+                each.callback(handlers[number], number, frame)

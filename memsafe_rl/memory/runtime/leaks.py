@@ -39,11 +39,10 @@ class Streak:
 
     def after(self, step: int, live_bytes: int, steps_per_rollout: int = 1) -> Streak:
         """Gives the streak once another step was observed."""
-        waiting = self.growths and self.flat + 1 < steps_per_rollout
-        if live_bytes < self.live_bytes or (live_bytes == self.live_bytes and not waiting):
-            return Streak(live_bytes)
-        if live_bytes == self.live_bytes:
+        if live_bytes == self.live_bytes and self.growths and self.flat + 1 < steps_per_rollout:
             return replace(self, flat=self.flat + 1)
+        if live_bytes <= self.live_bytes:
+            return Streak(live_bytes)
         if not self.growths:
             return Streak(live_bytes, growths=1, since_step=step, start_bytes=self.live_bytes)
         paused = self.paused or self.flat > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import psutil
 import torch
@@ -23,6 +24,17 @@ _FILE_BYTES = 4096
 """More than any of the kernel's files about a process is long."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 """Unit of the kernel's sizes."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a device is; does not change while a run lasts."""
+
+    kind: str  # "cuda", "simulated" or "host"
+    name: str  # the card's name, or what stands for one
+    capability: str | None  # the card's compute capability, such as "9.0"; None where there is no card
+    uuid: str | None  # the card's identity for its driver; None where there is no card
+    total_bytes: int  # int, bytes of the device
 
 
 class _Undivided:
@@ -55,6 +67,13 @@ class CudaMeter(_Undivided):
         """The device with its number, which PyTorch's own limit wants."""
         return self._device if self._device.index is not None else torch.device("cuda", torch.cuda.current_device())
 
+    def facts(self) -> DeviceFacts:
+        """What the card is."""
+        card = torch.cuda.get_device_properties(self._device)
+        uuid = getattr(card, "uuid", None)
+        capability = f"{card.major}.{card.minor}"
+        return DeviceFacts("cuda", card.name, capability, None if uuid is None else str(uuid), self.total_bytes())
+
     def live_bytes(self) -> int:
         """Bytes held now."""
         return torch.cuda.memory_allocated(self._device)
@@ -73,7 +92,15 @@ class CudaMeter(_Undivided):
 
     def free_bytes(self) -> int:
         """Bytes the driver calls free plus what this process has reserved."""
-        return torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+        return self.unheld_bytes() + torch.cuda.memory_reserved(self._device)
+
+    def unheld_bytes(self) -> int:
+        """Bytes that nobody holds, as the driver says."""
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def reserved_bytes(self) -> int | None:
+        """Bytes that the allocator holds now, cached ones included."""
+        return torch.cuda.memory_reserved(self._device)
 
     def reserved_peak_bytes(self) -> int | None:
         """Most bytes taken from the driver since `reset_peak`, cached ones included."""
@@ -82,6 +109,10 @@ class CudaMeter(_Undivided):
     def allocator_retries(self) -> int:
         """Allocations that succeeded only after all cached memory went back to the driver."""
         return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+
+    def refusals(self) -> int:
+        """Allocations that failed."""
+        return int(torch.cuda.memory_stats(self._device).get("num_ooms", 0))
 
     def enforce(self, budget_bytes: int) -> None:
         """Has the allocator reserve no more than the budget until `release`; a lower limit set before stays."""
@@ -112,6 +143,10 @@ class HostMeter(_Undivided):
         self._status = _kept_open(self, "/proc/self/status", os.O_RDONLY)
         self._clear_refs = _kept_open(self, "/proc/self/clear_refs", os.O_WRONLY)
 
+    def facts(self) -> DeviceFacts:
+        """Says that there is no card."""
+        return DeviceFacts("host", "memory of this machine, no card", None, None, self.total_bytes())
+
     def live_bytes(self) -> int:
         """Resident bytes now."""
         if self._sizes is None:
@@ -137,7 +172,15 @@ class HostMeter(_Undivided):
 
     def free_bytes(self) -> int:
         """Bytes available to new work plus what this process holds."""
-        return int(psutil.virtual_memory().available) + self.live_bytes()
+        return self.unheld_bytes() + self.live_bytes()
+
+    def unheld_bytes(self) -> int:
+        """Bytes available to new work, as the operating system says."""
+        return int(psutil.virtual_memory().available)
+
+    def reserved_bytes(self) -> int | None:
+        """None: nothing is cached."""
+        return None
 
     def reserved_peak_bytes(self) -> int | None:
         """None: what the process holds is all there is to know."""
@@ -145,6 +188,10 @@ class HostMeter(_Undivided):
 
     def allocator_retries(self) -> int:
         """None: memory of the host is not cached in blocks that could run short."""
+        return 0
+
+    def refusals(self) -> int:
+        """None: nobody refuses."""
         return 0
 
     def enforce(self, budget_bytes: int) -> None:
@@ -169,6 +216,10 @@ class SimulatedMeter:
         """Whether the simulated device is in force."""
         return self._simulation in open_simulations()
 
+    def facts(self) -> DeviceFacts:
+        """Says that the device is simulated."""
+        return DeviceFacts("simulated", "simulated device in host memory", None, None, self.total_bytes())
+
     def live_bytes(self) -> int:
         """Bytes held now."""
         return self._simulation.live_bytes
@@ -189,6 +240,14 @@ class SimulatedMeter:
     def free_bytes(self) -> int:
         """Bytes nobody else holds: all of them."""
         return self.total_bytes()
+
+    def unheld_bytes(self) -> int:
+        """Bytes that nobody holds."""
+        return max(0, self.total_bytes() - self.live_bytes())
+
+    def reserved_bytes(self) -> int | None:
+        """None: a simulated device caches nothing."""
+        return None
 
     def live_by_component(self) -> Mapping[Component, int]:
         """Bytes held now by what they are for."""

@@ -13,20 +13,20 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
-from memsafe_rl.memory.runtime.first_use import flush_autograd
-from memsafe_rl.memory.runtime.stages import RETRIES, Retry, Stage
+from memsafe_rl.memory.runtime.stages import Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.runtime.verdict import changes, explain
 from memsafe_rl.memory.simulated.device import open_simulations
@@ -46,6 +46,11 @@ UNPLANNED_TRIES = 6
 """Tries of work that nothing can make smaller."""
 _MOST_PLANS = 60
 """Plans for one piece of work beyond which a policy is going in circles."""
+_SIDE = 16
+"""Rows and columns of the product that makes cuBLAS's handles."""
+
+_FLUSHES: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+"""Per device a scalar, a view of it and a gradient for that, from which a backward allocates nothing."""
 
 
 class Attempt(Protocol[Plan_co]):
@@ -68,11 +73,14 @@ class _Failed:
         return cls((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
 
 
-class _Start(NamedTuple):
-    """The state a unit starts from."""
-
-    random: RandomState
-    live_bytes: int
+def _tried(function: Callable[..., T], *values: Any, **named: Any) -> T | _Failed:
+    """Runs a function once; nothing of an allocation that failed in it outlives this frame but words and numbers."""
+    try:
+        return function(*values, **named)
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        return _Failed.of(error)
 
 
 def under(plan: Plan) -> Attempt[Plan]:
@@ -85,7 +93,7 @@ def under(plan: Plan) -> Attempt[Plan]:
 
 
 class Recovery:
-    """Catches out-of-memory errors, clears away what failed, and runs it again as `stages.RETRIES` allows."""
+    """Catches out-of-memory errors, clears away what failed, and runs it again as its `Stage` allows."""
 
     def __init__(self, tracker: MemoryTracker, policy: MemoryPolicy) -> None:
         self.tracker = tracker
@@ -103,7 +111,8 @@ class Recovery:
 
         ``leave_round`` tells ranks that run the unit together of a failure, so that all of them run it again.
         """
-        return Attempts(self, _allowed(stage, Retry.LEANER_PLAN), plan, work, around, leave_round)
+        _check_allowed(stage, Retry.LEANER_PLAN)
+        return Attempts(self, plan, work, around, leave_round)
 
     def repeat(
         self,
@@ -114,43 +123,38 @@ class Recovery:
         **named: Any,
     ) -> T:
         """Runs a stage that no plan cuts until it succeeds, a few times at most; `undo` takes back a failed attempt."""
+        _check_allowed(stage, Retry.SAME_PLAN)
 
         def unit(plan: None) -> T:  # noqa: ARG001
             return function(*values, **named)
 
-        return Attempts(self, _allowed(stage, Retry.SAME_PLAN), None, None)(unit, undo)
+        return Attempts(self, None)(unit, undo)
 
     def once(self, stage: Stage, function: Callable[..., T], *values: Any, **named: Any) -> T:
-        """Runs a stage once, whatever the table allows; where it does not fit, the error says who holds what."""
+        """Runs a stage once; where it does not fit, the error says who holds what."""
+        _check_allowed(stage, Retry.NEVER, Retry.SAME_PLAN)
         live, began = self.tracker.meter.live_bytes(), time.perf_counter()
-        try:
-            return function(*values, **named)
-        except BaseException as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = _Failed.of(error)
-        empty_caches()
-        self.record_failure(failed, live, 1, time.perf_counter() - began)
-        raise Attempts(self, stage, None, None).verdict(failed)
+        found = _tried(function, *values, **named)
+        if isinstance(found, _Failed):
+            empty_caches()
+            self.record_failure(found, live, 1, began)
+            raise Attempts(self, None).verdict(found)
+        return found
 
-    def start(self) -> _Start:
-        """Reads the state a unit starts from; the random state allocates too."""
+    def start(self) -> tuple[RandomState, int]:
+        """Reads the state a unit starts from, random state and bytes; reading the former allocates too."""
         live, tries = self.tracker.meter.live_bytes(), 0
         while True:
-            began = time.perf_counter()
-            try:
-                return _Start(capture_random_state(), self.tracker.meter.live_bytes())
-            except BaseException as error:
-                if not is_out_of_memory(error):
-                    raise
-                failed = _Failed.of(error)
+            began, found = time.perf_counter(), _tried(capture_random_state)
+            if not isinstance(found, _Failed):
+                return found, self.tracker.meter.live_bytes()
             empty_caches()
             tries += 1
-            self.record_failure(failed, live, tries, time.perf_counter() - began)
+            self.record_failure(found, live, tries, began)
             if tries == UNPLANNED_TRIES:
-                raise Attempts(self, Stage.PREPARE, None, None).verdict(failed)
+                raise Attempts(self, None).verdict(found)
 
-    def record_failure(self, failed: _Failed, live_before: int, tries: int, seconds: float) -> None:
+    def record_failure(self, failed: _Failed, live_before: int, tries: int, began: float) -> None:
         """Adds the event of a failed attempt."""
         live = self.tracker.meter.live_bytes()
         self.tracker.record(
@@ -160,73 +164,66 @@ class Recovery:
             requested_bytes=failed.requested_bytes,
             live_bytes=live,
             pinned_bytes=live - live_before,
-            seconds_lost=seconds,
+            seconds_lost=time.perf_counter() - began,
             message=failed.message,
         )
         logger.info("out of memory in phase %s, try %d: %s", self.tracker.phase_now, tries, failed.message)
 
 
+@dataclass
 class Attempts(Generic[Plan]):
     """One piece of work in units that may each be repeated; the plan after a failed unit serves the later ones too."""
 
-    def __init__(
-        self,
-        recovery: Recovery,
-        stage: Stage,
-        plan: Plan,
-        work: Work | None,
-        around: Around[Plan] = nullcontext,
-        leave_round: Callable[[], None] | None = None,
-    ) -> None:
-        self.plan = plan
-        self._leave_round = leave_round
-        self._recovery, self._tracker = recovery, recovery.tracker
-        self._stage, self._work, self.around = stage, work, around
-        self._failed_plans: list[Plan] = []
+    recovery: Recovery
+    plan: Plan  # in force; None where no plan cuts the work
+    work: Work | None = None
+    around: Around[Plan] = nullcontext
+    leave_round: Callable[[], None] | None = None
+    failed_plans: list[Plan] = field(default_factory=list)
 
     def __call__(self, unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:
         """Runs a unit until it succeeds: again under the same plan, then under the policy's next ones."""
-        start, tries = self._recovery.start(), 0
+        (state, live), tries, tracker = self.recovery.start(), 0, self.recovery.tracker
         while True:
             began, failed = time.perf_counter(), None
             try:
                 with self.around(self.plan):
                     return unit(self.plan)
             except PeerOutOfMemoryError:
-                self._tracker.record("joined_retry", phase=self._tracker.phase_now)
+                tracker.record("joined_retry", phase=tracker.phase_now)
             except BaseException as error:
                 if not is_out_of_memory(error):
                     raise
                 failed = _Failed.of(error)
-            _clear(start, undo)  # only here, where the error has died together with the frames it held
+            _clear(state, undo)  # only here, where the error has died together with the frames it held
             if failed is None:
                 continue
-            if self._leave_round is not None:
-                self._leave_round()
-                _clear(start, undo)  # of what the rest of the round brought
+            if self.leave_round is not None:
+                self.leave_round()
+                _clear(state, undo)  # of what the rest of the round brought
             tries += 1
-            self._recovery.record_failure(failed, start.live_bytes, tries, time.perf_counter() - began)
+            self.recovery.record_failure(failed, live, tries, began)
             if tries < (UNPLANNED_TRIES if self.plan is None else SAME_PLAN_TRIES):
-                self._tracker.record("retry", phase=self._tracker.phase_now, tries=tries)
+                tracker.record("retry", phase=tracker.phase_now, tries=tries)
                 continue
             self._descend(failed)
             tries = 0
 
     def _descend(self, failed: _Failed) -> None:
         """Puts the policy's next plan in place of one that failed."""
-        plan, tracker, policy = self.plan, self._tracker, self._recovery.policy
-        self._failed_plans.append(plan)
+        plan, tracker, policy = self.plan, self.recovery.tracker, self.recovery.policy
+        self.failed_plans.append(plan)
         failure = self._failure(failed)
         if not isinstance(plan, (RolloutPlan, UpdatePlan)):
             raise self.verdict(failed)
         tracker.remember(failure)
         leaner: RolloutPlan | UpdatePlan | None = None
-        if len(self._failed_plans) < _MOST_PLANS:
+        if len(self.failed_plans) < _MOST_PLANS:
             leaner = policy.after_oom(plan, failure)  # type: ignore[type-var]
         if leaner is None:
             raise self.verdict(failed)
         tracker.adopt(leaner, UpdatePlan if isinstance(plan, UpdatePlan) else RolloutPlan)
-        if any(not changes(cast(RolloutPlan | UpdatePlan, failed), leaner) for failed in self._failed_plans):
+        if any(not changes(cast(RolloutPlan | UpdatePlan, failed), leaner) for failed in self.failed_plans):
             raise ConfigError(
                 f"{type(policy).__name__}.after_oom answered a plan that had failed already. Return a leaner "
                 "plan, or None to give up."
@@ -236,24 +233,25 @@ class Attempts(Generic[Plan]):
         self.plan = cast(Plan, leaner)
 
     def _failure(self, failed: _Failed) -> MemoryFailure:
+        tracker = self.recovery.tracker
         return MemoryFailure(
-            phase=self._tracker.phase_now,
+            phase=tracker.phase_now,
             requested_bytes=failed.requested_bytes,
-            attempt=len(self._failed_plans),
+            attempt=len(self.failed_plans),
             message=failed.message,
-            step=self._tracker.step,
+            step=tracker.step,
             plan=cast(Any, self.plan),
-            work=self._work,
-            budget_bytes=self._tracker.budget_bytes,
-            live_bytes=self._tracker.meter.live_bytes(),
+            work=self.work,
+            budget_bytes=tracker.budget_bytes,
+            live_bytes=tracker.meter.live_bytes(),
         )
 
     def verdict(self, failed: _Failed) -> MemoryBudgetError:
         """Says why the work is given up, and who holds what."""
-        failure, tracker = self._failure(failed), self._tracker
+        failure, tracker = self._failure(failed), self.recovery.tracker
         held = {str(component): size for component, size in tracker.held_bytes().items()}
-        plans = [cast(RolloutPlan | UpdatePlan, plan) for plan in self._failed_plans if plan is not None]
-        policy = type(self._recovery.policy).__name__
+        plans = [cast(RolloutPlan | UpdatePlan, plan) for plan in self.failed_plans if plan is not None]
+        policy = type(self.recovery.policy).__name__
         return MemoryBudgetError(
             explain(failure, held, plans, limit_bytes=tracker.limit_bytes, policy=policy),
             failure=failure,
@@ -261,19 +259,17 @@ class Attempts(Generic[Plan]):
         )
 
 
-def _allowed(stage: Stage, retry: Retry) -> Stage:
-    """Gives the stage back where the table allows this way of repeating it."""
-    if RETRIES[stage] is not retry:
-        raise AssertionError(f"stage {stage} is to be repeated so: {RETRIES[stage]}, not so: {retry}")
-    return stage
+def _check_allowed(stage: Stage, *ways: Retry) -> None:
+    if stage.retry not in ways:
+        raise AssertionError(f"stage {stage} is to be repeated so: {stage.retry}, not so: {ways[-1]}")
 
 
-def _clear(start: _Start, undo: Callable[[], None] | None) -> None:
+def _clear(state: RandomState, undo: Callable[[], None] | None) -> None:
     """Leaves nothing of a failed attempt; called with its exception gone."""
     with host_memory():
         if undo is not None:
             undo()
-        set_random_state(start.random)
+        set_random_state(state)
     flush_autograd()
     empty_caches()
 
@@ -283,6 +279,46 @@ def empty_caches() -> None:
     clear_device_cache()
     for device in open_simulations():
         device.empty_cache()
+
+
+# ------------------------------------------------------------------ autograd's queues
+
+
+def prepare_device(device: torch.device) -> None:
+    """Makes cuBLAS's handles on a device, and a graph by which `flush_autograd` reaches its queue.
+
+    Call it before weights are loaded: cuBLAS takes tens of MiB outside of PyTorch for each thread that multiplies, and
+    autograd runs backward on a device in a thread of its own. Does nothing on a CPU.
+    """
+    if device.type == "cpu":
+        return
+    with torch.inference_mode(False), torch.enable_grad():
+        try:  # one product forward, in this thread, and backward, in the device's
+            square = torch.zeros(_SIDE, _SIDE, device=device, requires_grad=True)
+            torch.autograd.grad((square @ square).sum(), square)
+        except RuntimeError as error:
+            # Later this status may mean a kernel's bad index too; nothing has run yet.
+            if "CUBLAS_STATUS_NOT_INITIALIZED" not in str(error):
+                raise
+            message = f"CUDA out of memory. cuBLAS found no room for its handle on {device}: {error}"
+            raise torch.OutOfMemoryError(message) from error
+        if device not in _FLUSHES:
+            scalar = torch.zeros((), device=device, requires_grad=True)
+            _FLUSHES[device] = scalar, scalar.view(()), torch.ones((), device=device)
+
+
+def flush_autograd() -> None:
+    """Runs a backward of a scalar on the host and on each prepared device, behind all that a failed one left queued.
+
+    A backward that raises leaves queued nodes, which hold its graph: in the calling thread those of the host, in
+    autograd's own thread those of a device. The later a node was made, the earlier it runs, so the device's is an old
+    one. On the device it allocates nothing.
+    """
+    with host_memory(), torch.inference_mode(False), torch.enable_grad():
+        scalar = torch.zeros((), requires_grad=True)
+        torch.autograd.backward(scalar * 1.0)
+        for leaf, view, gradient in _FLUSHES.values():
+            torch.autograd.grad(view, leaf, gradient, retain_graph=True)
 
 
 # ------------------------------------------------------------------ random state
@@ -340,10 +376,10 @@ def restore_random_state(state: dict[str, Any]) -> None:
     )
 
 
-def _bytes_of(state: torch.Tensor) -> bytes:
+def _bytes_of(state: Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
-def _tensor_of(state: bytes) -> torch.Tensor:
+def _tensor_of(state: bytes) -> Tensor:
     """Lends bytes to a tensor, without an allocation that could fail."""
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)

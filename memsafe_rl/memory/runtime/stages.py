@@ -17,37 +17,27 @@ class Retry(StrEnum):
 
 
 class Stage(StrEnum):
-    """The stages of a run, in the order in which they happen."""
+    """The stages of a run, in the order in which they happen, each with what may follow a failed attempt."""
 
-    LOAD = "load"
-    ADOPT = "adopt"
-    PREPARE = "prepare"
-    DRAW = "draw"
-    REWARD_PASS = "reward pass"
-    SCORE = "score"
-    STORE = "store"
-    ACCUMULATE = "accumulate"
-    ACCOMPANY = "accompany"
-    MERGE = "merge"
-    MEASURE = "measure"
-    COMMIT = "commit"
-    CHECKPOINT = "checkpoint"
-    RESUME = "resume"
+    LOAD = "load", Retry.SAME_PLAN  # by name: nothing of a failed load is kept
+    ADOPT = "adopt", Retry.NEVER  # a model object is changed in place
+    PREPARE = "prepare", Retry.SAME_PLAN  # prompts, row orders, random state: host integers and small tensors
+    DRAW = "draw", Retry.LEANER_PLAN  # a wave of completions; finished rows are kept
+    REWARD_PASS = "reward pass", Retry.LEANER_PLAN  # of a reward model; reward functions run outside of any stage
+    SCORE = "score", Retry.LEANER_PLAN  # a slice of rows without gradient
+    STORE = "store", Retry.SAME_PLAN  # what was scored, joined into the trajectory
+    ACCUMULATE = "accumulate", Retry.LEANER_PLAN  # all micro-batches of an optimizer step; gradients are dropped first
+    ACCOMPANY = "accompany", Retry.SAME_PLAN  # a collective of a round in which this rank computes nothing
+    MERGE = "merge", Retry.SAME_PLAN  # gradients of several objectives
+    MEASURE = "measure", Retry.SAME_PLAN  # unscales no gradient twice
+    COMMIT = "commit", Retry.SAME_PLAN  # rolled back first
+    CHECKPOINT = "checkpoint", Retry.SAME_PLAN  # written beside its final place
+    RESUME = "resume", Retry.SAME_PLAN
 
+    retry: Retry
 
-RETRIES: dict[Stage, Retry] = {
-    Stage.LOAD: Retry.SAME_PLAN,  # by name: nothing of a failed load is kept
-    Stage.ADOPT: Retry.NEVER,  # a model object is changed in place
-    Stage.PREPARE: Retry.SAME_PLAN,  # prompts, row orders, random state: host integers and small tensors
-    Stage.DRAW: Retry.LEANER_PLAN,  # a wave of completions; finished rows are kept
-    Stage.REWARD_PASS: Retry.LEANER_PLAN,  # one pass of a reward model; reward functions run outside of any stage
-    Stage.SCORE: Retry.LEANER_PLAN,  # a slice of rows without gradient
-    Stage.STORE: Retry.SAME_PLAN,  # what was scored, joined into the trajectory
-    Stage.ACCUMULATE: Retry.LEANER_PLAN,  # all micro-batches of an optimizer step; gradients are dropped first
-    Stage.ACCOMPANY: Retry.SAME_PLAN,  # a collective of a round in which this rank computes nothing
-    Stage.MERGE: Retry.SAME_PLAN,  # gradients of several objectives
-    Stage.MEASURE: Retry.SAME_PLAN,  # unscales no gradient twice
-    Stage.COMMIT: Retry.SAME_PLAN,  # rolled back first
-    Stage.CHECKPOINT: Retry.SAME_PLAN,  # written beside its final place
-    Stage.RESUME: Retry.SAME_PLAN,
-}
+    def __new__(cls, name: str, retry: Retry) -> Stage:
+        """Makes a stage of the table."""
+        stage = str.__new__(cls, name)
+        stage._value_, stage.retry = name, retry
+        return stage

@@ -1,4 +1,4 @@
-"""The memory of a run: what was measured, planned and lost so far, phase by phase, and one event for each."""
+"""The memory of a run: what it holds, and what was measured, planned and lost so far, with one event for each."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import in_phase
-from memsafe_rl.memory.planning.policies import check_rollout_plan, check_update_plan
+from memsafe_rl.accounting import claim, in_phase, is_on_host, listened_to, local_part, weights_of
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.planning.search import extra_bytes
 from memsafe_rl.memory.runtime.headroom import HeadroomWatch
-from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.leaks import LeakWatch
 from memsafe_rl.memory.runtime.meters import MemoryMeter
+from memsafe_rl.memory.simulated.ledger import storages_of
 from memsafe_rl.records import RecordLog
 from memsafe_rl.types import Component, MemoryFailure, MemoryState, Phase, RolloutPlan, UpdatePlan
 
@@ -30,6 +31,40 @@ _FADING = 0.9
 _PLAUSIBLE = (0.5, 10.0)
 """Bounds of a correction: beyond them something else was measured, such as a rollout whose completions ended early, on
 which the next plan must not count."""
+
+
+@dataclass
+class Holdings:
+    """The long-lived tensors of a run."""
+
+    device: torch.device  # where the model computes
+    networks: tuple[nn.Module, ...] = ()  # the model, and every network beside it
+    optimizer: Callable[[], list[Tensor]] = list  # gives what is held to move the weights
+    trajectory: Callable[[], list[Tensor]] = list  # gives the tensors of the stored rollout
+    optimizer_parts: int = 1  # ranks that share the optimizer's state
+    resident_blocks: Callable[[], int | None] = lambda: None  # gives the blocks whose frozen weights are on the device
+
+    def by_component(self) -> dict[Component, int]:
+        """Counts the bytes on the device by what they are for; nothing while the model is still being loaded."""
+        if not self.networks:
+            return {}
+        return held_by(
+            self.device,
+            weights=list(weights_of(*self.networks)),
+            optimizer=self.optimizer(),
+            trajectory=self.trajectory(),
+        )
+
+    def optimizer_bytes(self) -> tuple[int, int]:
+        """Counts the bytes of the optimizer's state, and of it those offloaded to host memory."""
+        held = self.optimizer()
+        offloaded = [tensor for tensor in held if is_on_host(tensor) or tensor.device != self.device]
+        parts = self.optimizer_parts
+        return sum(tensor.nbytes for tensor in held) // parts, sum(tensor.nbytes for tensor in offloaded) // parts
+
+    def tensors(self) -> list[Tensor]:
+        """Gives the tensors that may outlive a step."""
+        return [*map(local_part, weights_of(*self.networks)), *self.optimizer(), *self.trajectory()]
 
 
 class MemoryTracker:
@@ -156,17 +191,10 @@ class MemoryTracker:
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event."""
-        if kind is RolloutPlan:
-            check_rollout_plan(plan)
-        else:
-            check_update_plan(plan)
+        check_plan(plan, kind)
         self._plans[type(plan)] = plan
         self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
-        self.record(
-            "plan",
-            kind="rollout" if kind is RolloutPlan else "update",
-            **{**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)},
-        )
+        self.record("plan", kind="rollout" if kind is RolloutPlan else "update", **plain_plan(plan))
 
     def _to_be_parked(self, plan: RolloutPlan | UpdatePlan) -> int:
         """Counts the bytes that a plan will take from the device before its work begins."""
@@ -211,11 +239,10 @@ class MemoryTracker:
             plan = self._plan_of(Phase(name))
             if plan is not None and name in plan.predicted_bytes:
                 metrics[f"memory/{name}_predicted_bytes"] = float(plan.predicted_bytes[name])
-        self.phase_peaks.clear()
-        self.reserved_peaks.clear()
-        self.phase_seconds.clear()
-        self._parts.clear()
-        self._announce(peak)
+        for counted in (self.phase_peaks, self.reserved_peaks, self.phase_seconds, self._parts):
+            counted.clear()
+        # Said when the peak enters another band of the budget, or the allocator had to tidy up.
+        self._warn(self._bands.observe(self.step, peak, self.budget_bytes, self.meter.allocator_retries()))
         return metrics
 
     def held_bytes(self) -> dict[Component, int]:
@@ -233,7 +260,10 @@ class MemoryTracker:
         if not self.meter.is_exact:
             return  # what known owners hold does not leak, and a resident size tells nothing of the rest
         held = self.held_bytes()
-        for event in self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout):
+        self._warn(self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout))
+
+    def _warn(self, events: Iterable[dict[str, Any]]) -> None:
+        for event in events:
             self.events.append(event)
             logger.warning("%s", event["sentence"])
 
@@ -242,43 +272,27 @@ class MemoryTracker:
         known: Mapping[Component, int] | None = None
         divided = {}
         for name, peak in self.phase_peaks.items():
-            parts: Mapping[Any, int] = self._parts.get(name, {})
-            if not parts:
+            parts = {str(part): size for part, size in self._parts.get(name, {}).items()}
+            if not parts:  # known owners, the process itself, what the phase's plan expects, and the rest
                 known = self._holdings.by_component() if known is None else known
-                parts = self._estimated(Phase(name), peak, known)
-            divided[str(name)] = {str(part): size for part, size in parts.items() if size > 0}
+                plan, start = self._plan_of(Phase(name)), f"{name}/"
+                planned = {} if plan is None else plan.predicted_bytes
+                expected = {one.removeprefix(start): size for one, size in planned.items() if one.startswith(start)}
+                before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
+                for part, size in (before | expected).items():
+                    parts[part] = min(size, peak - sum(parts.values()))
+                parts["other"] = peak - sum(parts.values())
+            divided[str(name)] = {part: size for part, size in parts.items() if size > 0}
         return divided
-
-    def _estimated(self, phase: Phase, peak: int, known: Mapping[Component, int]) -> dict[str, int]:
-        """Divides a peak among known owners, the process itself, what the phase's plan expects, and the rest."""
-        plan, parts, start = self._plan_of(phase), dict[str, int](), f"{phase}/"
-        planned = {} if plan is None else plan.predicted_bytes
-        expected = {name.removeprefix(start): size for name, size in planned.items() if name.startswith(start)}
-        before = {str(part): size for part, size in known.items()} | {"process": self._process_bytes}
-        for part, size in (before | expected).items():
-            parts[part] = min(size, peak - sum(parts.values()))
-        return {**parts, "other": peak - sum(parts.values())}
-
-    def _announce(self, peak_bytes: int) -> None:
-        """Says it when the peak enters another band of the budget, or the allocator had to tidy up."""
-        events = self._bands.observe(
-            step=self.step,
-            peak_bytes=peak_bytes,
-            budget_bytes=self.budget_bytes,
-            allocator_retries=self.meter.allocator_retries(),
-        )
-        for event in events:
-            self.events.append(event)
-            logger.warning("%s", event["sentence"])
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what later plans depend on."""
-        failures = [{**asdict(failure), "plan": _plain(failure.plan), "work": None} for failure in self._failures]
+        failures = [{**asdict(failure), "plan": _named(failure.plan), "work": None} for failure in self._failures]
         return {
             "budget_bytes": self.budget_bytes,
             "corrections": dict(self._corrections),
             "stranded_bytes": dict(self._stranded),
-            "plans": [_plain(plan) for plan in self._plans.values()],
+            "plans": [_named(plan) for plan in self._plans.values()],
             "failures": failures,
         }
 
@@ -308,10 +322,13 @@ class MemoryTracker:
         self._corrections[phase] = found if phase not in self._corrections else max(found, faded)
 
 
-def _plain(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
-    if plan is None:
-        return None
-    return {"kind": type(plan).__name__, **asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+def plain_plan(plan: RolloutPlan | UpdatePlan) -> dict[str, Any]:
+    """Writes a plan in plain values."""
+    return {**asdict(plan), "predicted_bytes": dict(plan.predicted_bytes)}
+
+
+def _named(plan: RolloutPlan | UpdatePlan | None) -> dict[str, Any] | None:
+    return None if plan is None else {"kind": type(plan).__name__, **plain_plan(plan)}
 
 
 def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | None:
@@ -319,3 +336,61 @@ def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | No
         return None
     values = {name: value for name, value in plain.items() if name != "kind"}
     return RolloutPlan(**values) if plain["kind"] == "RolloutPlan" else UpdatePlan(**values)
+
+
+# ------------------------------------------------------------------ who owns what
+
+
+def watch_gradients(parameters: Iterable[Tensor]) -> ExitStack:
+    """Claims gradients for their component as soon as a backward has made them, until it is closed."""
+    hooks = ExitStack()
+    for weight in parameters if listened_to() else ():
+        if weight.requires_grad:
+            hook = weight.register_post_accumulate_grad_hook(_claim_gradient)  # type: ignore[no-untyped-call]
+            hooks.callback(hook.remove)
+    return hooks
+
+
+def held_by(
+    device: torch.device | str,
+    *,
+    weights: Iterable[Tensor],
+    optimizer: Iterable[Tensor] = (),
+    trajectory: Iterable[Tensor] = (),
+) -> dict[Component, int]:
+    """Counts the bytes that known owners hold on a device, each storage once, whole, for the first of them below."""
+    tensors = list(weights)
+    owned: dict[Component, Iterable[Tensor]] = {
+        Component.WEIGHTS: tensors,
+        Component.GRADIENTS: [tensor.grad for tensor in tensors if tensor.grad is not None],
+        Component.OPTIMIZER: optimizer,
+        Component.TRAJECTORY: trajectory,
+    }
+    place, seen = torch.device(device), set[int]()
+    return {
+        component: sum(storage.nbytes() for storage in _new_storages(found, place, seen))
+        for component, found in owned.items()
+    }
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Gives the tensors of an optimizer's state."""
+    values = [list(entries.values()) for entries in optimizer.state.values()]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _claim_gradient(weight: Tensor) -> None:
+    if weight.grad is not None:
+        claim(Component.GRADIENTS, [weight.grad])
+
+
+def _new_storages(tensors: Iterable[Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    simulated = listened_to()
+    for tensor in tensors:
+        if simulated and is_on_host(tensor):
+            continue
+        for storage in storages_of(tensor):
+            lies_there = storage.device.type == device.type and device.index in (None, storage.device.index)
+            if lies_there and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage

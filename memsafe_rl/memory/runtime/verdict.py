@@ -82,8 +82,8 @@ def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, po
     moved = ", ".join(f"{name} {old} to {new}" for name, (old, new) in changes(plans[0], plans[-1]).items())
     went = f", from the first to the last {moved}" if moved else ""
     # the ways in which the last plan could still have been leaner
-    steps = {one.name: one.step for one in fallbacks_named(LOSSLESS, failure.phase)}
-    unused = [name for name, step in steps.items() if step is not None and step(plans[-1], failure.work) is not None]
+    ways = fallbacks_named(LOSSLESS, failure.phase)
+    unused = [one.name for one in ways if one.step(plans[-1], failure.work) is not None]
     if unused:
         went += (
             f". {policy} gave no further plan, though {', '.join(unused)} could still change; leave memory_policy out "

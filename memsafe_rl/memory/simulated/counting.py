@@ -17,15 +17,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import IntEnum
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.errors import MemsafeError
-from memsafe_rl.memory.simulated.ledger import check_limits, refusal, storages_of
+from memsafe_rl.memory.simulated.ledger import ByteCounter, Held, check_limits, refusal, storages_of
 from memsafe_rl.types import Component
 
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
@@ -35,6 +33,7 @@ _UNMARKED = -1
 _ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
+_PEAKS = (Held.PEAK, Held.SPAN, Held.HOST_PEAK)  # those that the allocator keeps
 
 _open_counts: list[CountingAllocator] = []
 """Counts that are open now, outermost first; they share one allocator."""
@@ -42,34 +41,12 @@ _open_counts: list[CountingAllocator] = []
 _Split = tuple[int, ...]
 """Bytes held, then how they divide, by the number of the component."""
 
-
-class _Kind(IntEnum):
-    """The peaks that the allocator keeps, by its own numbers."""
-
-    PEAK = 0
-    SPAN = 1
-    HOST = 2
+_SPLIT = 1 + len(_COMPONENTS)
+_ALLOCATIONS, _REFUSALS, _DEVICE, _HOST = 0, 1, slice(2, 2 + _SPLIT), slice(2 + _SPLIT, 2 + 2 * _SPLIT)
+"""Where the allocator's counters stand in a reading."""
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The allocator's counters at one moment."""
-
-    allocations: int
-    refusals: int
-    device: _Split
-    host: _Split
-
-    def since(self, base: _Reading) -> _Reading:
-        return _Reading(
-            self.allocations - base.allocations,
-            self.refusals - base.refusals,
-            _minus(self.device, base.device),
-            _minus(self.host, base.host),
-        )
-
-
-class CountingAllocator:
+class CountingAllocator(ByteCounter):
     """Counts the bytes PyTorch holds on the CPU, from entry to exit, and what they are for.
 
     Only blocks allocated after entry count: the counters start at 0, and freeing what was there before changes nothing.
@@ -79,58 +56,39 @@ class CountingAllocator:
 
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
         check_limits(capacity_bytes, fail_at)
-        nothing = (0,) * (1 + len(_COMPONENTS))
         self.capacity_bytes = capacity_bytes  # that may be held, counted from entry; None for no limit
         self._fail_at = fail_at
         self._library: ctypes.CDLL | None = None
-        self._base = self._closed = _Reading(0, 0, nothing, nothing)
-        self._highest = dict.fromkeys(_Kind, nothing)
+        self._base = self._closed = (0,) * _HOST.stop
+        self._highest: dict[Held, _Split] = dict.fromkeys(_PEAKS, (0,) * _SPLIT)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes held now (at exit, once the count is closed), host memory left out."""
-        return self._reading().device[0]
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        if held in (Held.NOW, Held.HOST_NOW):
+            numbers = self._reading()[_DEVICE if held is Held.NOW else _HOST]
+        else:
+            highest = self._highest[held]
+            if self._library is not None:
+                highest = _higher(highest, _read_peak(self._library, held))
+            numbers = _minus(highest, self._base[_HOST if held is Held.HOST_PEAK else _DEVICE])
+        return numbers[0], dict(zip(_COMPONENTS, numbers[1:], strict=True))
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held since entry or `reset_peak`; refused allocations are no part of it."""
-        return self._peak(_Kind.PEAK)[0]
-
-    @property
-    def host_live_bytes(self) -> int:
-        """Bytes marked as host memory that are held now (at exit, once the count is closed)."""
-        return self._reading().host[0]
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most bytes marked as host memory that were held since entry."""
-        return self._peak(_Kind.HOST)[0]
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
+        library = self._opened()
+        _remember(library, held)
+        library.memsafe_restart_peak(held)
+        self._highest[held] = _read_peak(library, held)
 
     @property
     def allocations(self) -> int:
         """Allocations asked for since entry, refused ones included, host memory left out."""
-        return self._reading().allocations
+        return self._reading()[_ALLOCATIONS]
 
     @property
     def refusals(self) -> int:
         """Allocations refused since entry."""
-        return self._reading().refusals
-
-    def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for."""
-        return _by_component(self._reading().device)
-
-    def span_peak(self) -> dict[Component, int]:
-        """Divides the most bytes held since `start_span`, or entry."""
-        return _by_component(self._peak(_Kind.SPAN))
-
-    def start_span(self) -> None:
-        """Starts a new span at the bytes held now; `peak_bytes` and counts around this one keep theirs."""
-        self._restart(_Kind.SPAN)
-
-    def reset_peak(self) -> None:
-        """Starts a new peak at the bytes held now; spans and counts around this one keep theirs."""
-        self._restart(_Kind.PEAK)
+        return self._reading()[_REFUSALS]
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity from now on."""
@@ -193,20 +151,17 @@ class CountingAllocator:
                 "PyTorch did not take the counting CPU allocator, because another allocator was installed with a "
                 "higher priority. Remove it, or count with StorageLedger."
             )
-        for kind in _Kind:
-            _remember(library, kind)
-            library.memsafe_restart_peak(kind)
-        self._base = _read(library)
-        self._highest = {kind: self._base.host if kind is _Kind.HOST else self._base.device for kind in _Kind}
-        self._library = library
+        self._base, self._library = _read(library), library
+        for held in _PEAKS:
+            self.restart(held)
         _open_counts.append(self)
         _apply_limits(library)
         return self
 
     def __exit__(self, *_: object) -> None:
         library = self._opened()
-        for peak in _Kind:
-            _remember(library, peak)
+        for held in _PEAKS:
+            _remember(library, held)
         self._closed = self._reading()
         self._library = None
         _open_counts.remove(self)
@@ -220,20 +175,8 @@ class CountingAllocator:
             raise MemsafeError("This count is closed. Use it inside its `with` block.")
         return self._library
 
-    def _reading(self) -> _Reading:
-        return self._closed if self._library is None else _read(self._library).since(self._base)
-
-    def _peak(self, kind: _Kind) -> _Split:
-        highest = self._highest[kind]
-        if self._library is not None:
-            highest = _higher(highest, _read_peak(self._library, kind))
-        return _minus(highest, self._base.host if kind is _Kind.HOST else self._base.device)
-
-    def _restart(self, kind: _Kind) -> None:
-        library = self._opened()
-        _remember(library, kind)
-        library.memsafe_restart_peak(kind)
-        self._highest[kind] = _read_peak(library, kind)
+    def _reading(self) -> tuple[int, ...]:
+        return self._closed if self._library is None else _minus(_read(self._library), self._base)
 
 
 def compiler_available() -> bool:
@@ -241,47 +184,42 @@ def compiler_available() -> bool:
     return _binary_path().exists() or _compiler() is not None
 
 
-def _minus(split: _Split, base: _Split) -> _Split:
-    return tuple(value - start for value, start in zip(split, base, strict=True))
+def _minus(numbers: tuple[int, ...], base: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(value - start for value, start in zip(numbers, base, strict=True))
 
 
 def _higher(older: _Split, newer: _Split) -> _Split:
     return newer if newer[0] >= older[0] else older
 
 
-def _by_component(split: _Split) -> dict[Component, int]:
-    return dict(zip(_COMPONENTS, split[1:], strict=True))
-
-
-def _read(library: ctypes.CDLL) -> _Reading:
+def _read(library: ctypes.CDLL) -> tuple[int, ...]:
     width = 1 + library.memsafe_components()
     numbers = (ctypes.c_int64 * (2 + 2 * width))()
     library.memsafe_read(numbers)
-    used = 1 + len(_COMPONENTS)
-    return _Reading(numbers[0], numbers[1], tuple(numbers[2 : 2 + used]), tuple(numbers[2 + width : 2 + width + used]))
+    return (*numbers[: 2 + _SPLIT], *numbers[2 + width : 2 + width + _SPLIT])
 
 
-def _read_peak(library: ctypes.CDLL, kind: _Kind) -> _Split:
+def _read_peak(library: ctypes.CDLL, held: Held) -> _Split:
     numbers = (ctypes.c_int64 * (1 + library.memsafe_components()))()
-    library.memsafe_read_peak(kind, numbers)
-    return tuple(numbers[: 1 + len(_COMPONENTS)])
+    library.memsafe_read_peak(held, numbers)
+    return tuple(numbers[:_SPLIT])
 
 
-def _remember(library: ctypes.CDLL, kind: _Kind) -> None:
+def _remember(library: ctypes.CDLL, held: Held) -> None:
     """Hands a peak to all open counts, before the allocator starts a new one."""
-    highest = _read_peak(library, kind)
+    highest = _read_peak(library, held)
     for count in _open_counts:
-        count._highest[kind] = _higher(count._highest[kind], highest)
+        count._highest[held] = _higher(count._highest[held], highest)
 
 
 def _apply_limits(library: ctypes.CDLL) -> None:
     """Hands the tightest capacity and the nearest chosen failure of all open counts to the allocator."""
     limits = [
-        count._base.device[0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
+        count._base[_DEVICE][0] + count.capacity_bytes for count in _open_counts if count.capacity_bytes is not None
     ]
     library.memsafe_set_limit(max(0, min(limits)) if limits else _UNLIMITED)
-    asked = _read(library).allocations
-    chosen = [count._base.allocations + count._fail_at for count in _open_counts if count._fail_at is not None]
+    asked = _read(library)[_ALLOCATIONS]
+    chosen = [count._base[_ALLOCATIONS] + count._fail_at for count in _open_counts if count._fail_at is not None]
     library.memsafe_set_fail_at(min((number for number in chosen if number > asked), default=0))
 
 

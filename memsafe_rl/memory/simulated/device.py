@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
-
 from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
@@ -102,8 +100,6 @@ class SimulatedMemory:
         self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []
-        self._phase_peaks: dict[Phase, dict[Component, int]] = {}
-        self._reserved: dict[Phase, Reserved] = {}
         self._timeline: list[PhaseRecord] = []
 
     live_bytes: int = _counted("live_bytes", "Bytes held on the device now (at exit, once it is closed).")
@@ -132,16 +128,22 @@ class SimulatedMemory:
 
     def phase_peaks(self) -> dict[Phase, dict[Component, int]]:
         """Divides, by component, the most bytes held in each phase entered so far; `reset_peak` leaves it alone."""
-        peaks = dict(self._phase_peaks)
-        for number, opened in enumerate(reversed(self._open_phases)):
-            if number == 0:
-                opened.see(self._counter.span_peak(), self.allocator)
-            _keep_higher(peaks, opened.phase, opened.peak)
-        return {phase: dict(split) for phase, split in peaks.items()}
+        if self._open_phases:
+            self._open_phases[-1].see(self._counter.span_peak(), self.allocator)
+        peaks: dict[Phase, dict[Component, int]] = {}
+        left = [(record.phase, record.components) for record in self._timeline]
+        for phase, split in (*left, *((one.phase, one.peak) for one in reversed(self._open_phases))):
+            if phase not in peaks or sum(split.values()) > sum(peaks[phase].values()):
+                peaks[phase] = dict(split)
+        return peaks
 
     def reserved_peaks(self) -> dict[Phase, Reserved]:
         """Gives the highest counts of the allocator in every phase left so far; nothing without an allocator."""
-        return {} if self.allocator is None else dict(self._reserved)
+        peaks: dict[Phase, Reserved] = {}
+        for record in self._timeline:
+            if record.reserved is not None:
+                peaks[record.phase] = record.reserved.over(peaks.get(record.phase, Reserved()))
+        return peaks
 
     def empty_cache(self) -> None:
         """Gives back what an allocator keeps for later; without one, nothing is kept."""
@@ -156,17 +158,12 @@ class SimulatedMemory:
         """Changes the capacity, in bytes counted from entry, from now on; None for no limit."""
         self._counter.set_capacity(capacity_bytes)
 
-    def divide(self, parts: Mapping[Component, int]) -> None:
-        """Counts from now on, by a ledger, one rank's part only of what so many ranks share of each component."""
+    @property
+    def ledger(self) -> StorageLedger:
+        """What counts where no allocator does, and can be told of what it does not see."""
         if not isinstance(self._counter, StorageLedger):
-            raise MemsafeError("A device that counts real allocations cannot count parts of them. Pass exact=False.")
-        self._counter.divide(parts)
-
-    def see(self, tensor: Tensor, *, is_new: bool) -> None:
-        """Counts what an operator gave that ran without the ledger's knowledge, and may have made."""
-        if not isinstance(self._counter, StorageLedger):
-            raise MemsafeError("A device that counts real allocations sees them by itself. Pass exact=False.")
-        self._counter.see(tensor, is_new=is_new)
+            raise MemsafeError("A device that counts real allocations counts all of them, whole. Pass exact=False.")
+        return self._counter
 
     def fail_after(self, allocations: int) -> None:
         """Chooses the next allocation that fails, counted from 1 from now on."""
@@ -188,8 +185,6 @@ class SimulatedMemory:
         left.see(self._counter.span_peak(), self.allocator)
         self._counter.set_unmarked(left.unmarked_before)
         self._counter.start_span()
-        _keep_higher(self._phase_peaks, left.phase, left.peak)
-        self._reserved[left.phase] = left.reserved.over(self._reserved.get(left.phase, Reserved()))
         self._timeline.append(
             PhaseRecord(
                 phase=left.phase,
@@ -203,12 +198,11 @@ class SimulatedMemory:
         )
 
     def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
-        """Forgets the peaks of all other phases left so far."""
+        """Forgets all other phases left so far."""
         if self.allocator is not None:
             self.allocator.restart_peak()
         wanted = set(kept)
-        self._phase_peaks = {phase: split for phase, split in self._phase_peaks.items() if phase in wanted}
-        self._reserved = {phase: highest for phase, highest in self._reserved.items() if phase in wanted}
+        self._timeline = [record for record in self._timeline if record.phase in wanted]
 
     def __enter__(self) -> SimulatedMemory:
         self._counter.__enter__()
@@ -236,8 +230,3 @@ def open_simulations() -> tuple[SimulatedMemory, ...]:
 def active_simulation() -> SimulatedMemory | None:
     """Gives the innermost simulated device in force, None outside of any."""
     return _active[-1] if _active else None
-
-
-def _keep_higher(peaks: dict[Phase, dict[Component, int]], phase: Phase, split: dict[Component, int]) -> None:
-    if phase not in peaks or sum(split.values()) > sum(peaks[phase].values()):
-        peaks[phase] = split

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ class _Entry:
 
     size: int  # int, bytes that count
     component: Component
-    on_host: bool
+    arena: _Arena  # where
     reference: weakref.ref[torch.UntypedStorage]
-    rows: int
+    rows: int  # length of the axis along which its tensor would be cut; 0 of a single number
     asked: int  # int, bytes of the storage, or of one rank's part of it
     block: Block | None  # of the allocator, where there is one
 
@@ -49,8 +50,11 @@ class _Arena:
     def __init__(self) -> None:
         self.total = 0
         self.parts = dict.fromkeys(Component, 0)
-        self.peak = (0, self.parts.copy())
-        self.span = self.peak
+        self.highest = [self.now, self.now]
+
+    @property
+    def now(self) -> tuple[int, dict[Component, int]]:
+        return self.total, self.parts.copy()
 
     def add(self, component: Component, size: int) -> None:
         self.total += size
@@ -58,13 +62,61 @@ class _Arena:
 
     def note_peaks(self) -> None:
         # A peak that still stands takes the newest division, so that a claim right after an allocation is seen in it.
-        if self.total >= self.peak[0]:
-            self.peak = (self.total, self.parts.copy())
-        if self.total >= self.span[0]:
-            self.span = (self.total, self.parts.copy())
+        for place, (most, _) in enumerate(self.highest):
+            if self.total >= most:
+                self.highest[place] = self.now
 
 
-class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Held(IntEnum):
+    """What is asked of a count; the first three by the numbers of `cpu_allocator.cpp`."""
+
+    PEAK = 0
+    SPAN = 1
+    HOST_PEAK = 2
+    NOW = 3
+    HOST_NOW = 4
+
+
+def _total(held: Held, doc: str) -> Any:
+    return property(lambda counter: counter.split(held)[0], doc=doc)
+
+
+class ByteCounter:
+    """Bytes held, and what they are for; what counts them says how many there are."""
+
+    live_bytes: int = _total(Held.NOW, "Bytes held now (at exit, once the count is closed), host memory left out.")
+    peak_bytes: int = _total(
+        Held.PEAK, "Most bytes held since entry or `reset_peak`; refused allocations are no part of it."
+    )
+    host_live_bytes: int = _total(Held.HOST_NOW, "Bytes marked as host memory that are held now, or at exit.")
+    host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")
+
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        raise NotImplementedError
+
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
+        raise NotImplementedError
+
+    def live_by_component(self) -> dict[Component, int]:
+        """Divides `live_bytes` by what they are for."""
+        return self.split(Held.NOW)[1]
+
+    def span_peak(self) -> dict[Component, int]:
+        """Divides the most bytes held since `start_span`, or entry."""
+        return self.split(Held.SPAN)[1]
+
+    def start_span(self) -> None:
+        """Starts a new span."""
+        self.restart(Held.SPAN)
+
+    def reset_peak(self) -> None:
+        """Starts a new peak."""
+        self.restart(Held.PEAK)
+
+
+class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of the distinct storages created inside it, and what they are for.
 
     A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
@@ -86,48 +138,23 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._host = _Arena()
         self._component: Component | None = None
         self._unmarked = Component.OTHER
-        self._on_host = False
+        self._arena = self._device  # where what is allocated now counts
         self._parts: Mapping[Component, int] = {}
 
     def divide(self, parts: Mapping[Component, int]) -> None:
         """Counts of some components one rank's part only, as where their tensors are cut along their first axis."""
         self._parts = dict(parts)
 
-    @property
-    def live_bytes(self) -> int:
-        """Bytes held now, host memory left out."""
-        return self._device.total
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Gives how many bytes there are, and how they divide."""
+        if held in (Held.NOW, Held.HOST_NOW):
+            return (self._device if held is Held.NOW else self._host).now
+        total, parts = (self._host if held is Held.HOST_PEAK else self._device).highest[held is Held.SPAN]
+        return total, parts.copy()
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held since entry or `reset_peak`."""
-        return self._device.peak[0]
-
-    @property
-    def host_live_bytes(self) -> int:
-        """Bytes marked as host memory that are held now."""
-        return self._host.total
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Most bytes marked as host memory that were held since entry."""
-        return self._host.peak[0]
-
-    def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for."""
-        return self._device.parts.copy()
-
-    def span_peak(self) -> dict[Component, int]:
-        """Divides the most bytes held since `start_span`, or entry."""
-        return self._device.span[1].copy()
-
-    def start_span(self) -> None:
-        """Starts a new span at the bytes held now; `peak_bytes` stays."""
-        self._device.span = (self._device.total, self._device.parts.copy())
-
-    def reset_peak(self) -> None:
-        """Starts a new peak at the bytes held now; the span stays."""
-        self._device.peak = (self._device.total, self._device.parts.copy())
+    def restart(self, held: Held) -> None:
+        """Starts a new peak or span at the bytes held now; the other stays."""
+        self._device.highest[held is Held.SPAN] = self._device.now
 
     def mark_component(self, component: Component | None) -> Component | None:
         """Says what is allocated for from now on."""
@@ -140,8 +167,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark_host(self, on_host: bool) -> bool:
         """Says whether what is allocated from now on stands for host memory, which is counted apart."""
-        before, self._on_host = self._on_host, on_host
-        return before
+        before, self._arena = self._arena, self._host if on_host else self._device
+        return before is self._host
 
     def set_unmarked(self, component: Component) -> Component:
         """Says what is allocated for where there is no mark."""
@@ -160,7 +187,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor, storage in ((one, storage) for one in tensors for storage in storages_of(one)):
             entry = self._entries.get(storage._cdata)
             if entry is None:
-                self._enter(storage, component, _rows(tensor), on_host=False)
+                self._enter(storage, tensor, component, self._device)
             else:
                 self._resize(storage)
                 self._move(entry, component)
@@ -168,14 +195,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def is_on_host(self, tensor: Tensor) -> bool:
         """Tells whether a tensor counts as host memory."""
         entries = (self._entries.get(storage._cdata) for storage in storages_of(tensor))
-        return any(entry is not None and entry.on_host for entry in entries)
-
-    def track(self, *tensors: Tensor) -> None:
-        """Counts tensors made outside, such as weights or the state of a quantised layer, until they die."""
-        for tensor in tensors:
-            for storage in storages_of(tensor):
-                if storage._cdata not in self._entries:
-                    self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
+        return any(entry is not None and entry.arena is self._host for entry in entries)
 
     def see(self, tensor: Tensor, *, is_new: bool) -> None:
         """Counts what an operator gave that did not pass here."""
@@ -183,7 +203,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage._cdata in self._entries:
                 self._resize(storage)
             elif is_new:
-                self._enter(storage, self._component or self._unmarked, _rows(tensor), on_host=self._on_host)
+                self._enter(storage, tensor, self._component or self._unmarked, self._arena)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -207,34 +227,31 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     inputs = () if func.name() in _FRESH else tree_leaves((args, kwargs))
                     foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
                 if storage._cdata not in foreign:
-                    self._enter(storage, self._component or self._unmarked, _rows(leaf), on_host=self._on_host)
+                    self._enter(storage, leaf, self._component or self._unmarked, self._arena)
         workspace = WORKSPACES.get(func.name())
-        if workspace is not None:
-            self._pass(workspace(args, result))
-        return result
-
-    def _pass(self, size: int) -> None:
-        """Counts bytes that were held inside an operator and are gone."""
-        if not self._on_host:
-            size, block = self._obtain(size, on_host=False)
+        if workspace is not None and self._arena is self._device:
             component = self._component or self._unmarked
+            size, block = self._obtain(workspace(args, result), self._device)
             self._device.add(component, size)
             self._device.note_peaks()
-            self._device.add(component, -size)
+            self._device.add(component, -size)  # it was held inside the operator, and is gone
             self._give_back(block)
+        return result
 
     def _asked(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
         size, parts = storage.nbytes(), self._parts.get(component, 1)
         return -(-rows // parts) * -(-size // rows) if parts > 1 and rows > 0 else size
 
-    def _enter(self, storage: torch.UntypedStorage, component: Component, rows: int, *, on_host: bool) -> None:
+    def _enter(self, storage: torch.UntypedStorage, tensor: Tensor, component: Component, arena: _Arena) -> None:
+        rows = tensor.shape[0] if tensor.dim() else 0
         key, asked = storage._cdata, self._asked(storage, component, rows)
         if asked == 0:
             return
-        size, block = self._obtain(asked, on_host)
+        size, block = self._obtain(asked, arena)
         reference = weakref.ref(storage, lambda _: self._leave(key))
-        entry = self._entries[key] = _Entry(size, component, on_host, reference, rows, asked, block)
-        self._count(entry, size)
+        self._entries[key] = _Entry(size, component, arena, reference, rows, asked, block)
+        arena.add(component, size)
+        arena.note_peaks()
 
     def _resize(self, storage: torch.UntypedStorage) -> None:
         entry = self._entries[storage._cdata]
@@ -242,15 +259,16 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if asked != entry.asked:
             before = entry.size
             if self.allocator is None and asked > entry.asked:
-                self._obtain(asked - entry.asked, entry.on_host)
+                self._obtain(asked - entry.asked, entry.arena)
             self._exchange(entry, asked)
-            self._count(entry, entry.size - before)
+            entry.arena.add(entry.component, entry.size - before)
+            entry.arena.note_peaks()
 
     def _exchange(self, entry: _Entry, asked: int) -> None:
         """Has a storage count as a new size: as on a device, the new block is there before the old one goes."""
         size, block = asked, None
         if self.allocator is not None and asked:
-            size, block = self._obtain(asked, entry.on_host)
+            size, block = self._obtain(asked, entry.arena)
         self._give_back(entry.block)
         entry.size, entry.asked, entry.block = size, asked, block
 
@@ -271,19 +289,16 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         check_limits(None, allocations)
         self._fail_at = self.allocations + allocations
 
-    def _admit(self, size: int) -> None:
+    def _obtain(self, size: int, arena: _Arena) -> tuple[int, Block | None]:
+        """Asks for bytes; gives how many count, and their block."""
+        if arena is self._host:
+            return size, None
         self.allocations += 1
-        chosen, held = self.allocations == self._fail_at, self.live_bytes
+        chosen, held = self.allocations == self._fail_at, self._device.total
         # Under an allocator's model too: what was reserved before the limit was set can be more than that.
         if chosen or (self.capacity_bytes is not None and held + size > self.capacity_bytes):
             self._refusals += 1
             raise refusal(size, held, chosen=chosen)
-
-    def _obtain(self, size: int, on_host: bool) -> tuple[int, Block | None]:
-        """Asks for bytes; gives how many count, and their block."""
-        if on_host:
-            return size, None
-        self._admit(size)
         if self.allocator is None:
             return size, None
         block = self.allocator.allocate(size)
@@ -293,13 +308,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block is not None and self.allocator is not None:
             self.allocator.free(block)
 
-    def _count(self, entry: _Entry, change: int) -> None:
-        arena = self._host if entry.on_host else self._device
-        arena.add(entry.component, change)
-        arena.note_peaks()
-
     def _move(self, entry: _Entry, component: Component) -> None:
-        arena = self._host if entry.on_host else self._device
+        arena = entry.arena
         arena.add(entry.component, -entry.size)
         storage = entry.reference() if self._parts else None
         asked = entry.asked if storage is None else self._asked(storage, component, entry.rows)
@@ -311,13 +321,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave(self, key: int) -> None:
         entry = self._entries.pop(key)
-        (self._host if entry.on_host else self._device).add(entry.component, -entry.size)
+        entry.arena.add(entry.component, -entry.size)
         self._give_back(entry.block)
-
-
-def _rows(tensor: Tensor) -> int:
-    """Length of the axis along which a tensor would be cut; 0 of a single number."""
-    return tensor.shape[0] if tensor.dim() else 0
 
 
 def check_limits(capacity_bytes: int | None, fail_at: int | None) -> None:

@@ -20,11 +20,6 @@ from memsafe_rl.units import format_bytes
 _KIB = 2**10
 
 
-def _hidden_rows(_: tuple[Any, ...], result: Any) -> int:
-    """``_safe_softmax`` looks for rows of scores that are all hidden."""
-    return int(result.numel() + result.numel() // result.shape[-1])
-
-
 def _flash_backward(args: tuple[Any, ...], _: object) -> int:
     """Flash's backward adds up the queries' gradient in float32, and keeps a float32 number for each query."""
     segments, heads, width, head = args[1].shape
@@ -48,7 +43,8 @@ QUERIES = 128
 WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
     "aten::logsumexp": lambda args, result: int(args[0].nbytes + result.nbytes),  # exponentials of the input, and peaks
     "aten::multinomial": lambda args, _: int(args[0].nbytes),  # a copy of the probabilities, divided by noise
-    "aten::_safe_softmax": _hidden_rows,
+    # rows of scores that are all hidden are looked for
+    "aten::_safe_softmax": lambda _, result: int(result.numel() + result.numel() // result.shape[-1]),
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }

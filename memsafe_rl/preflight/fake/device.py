@@ -32,10 +32,18 @@ _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers whoever reads a number that nobody computed: nothing is broken, and everything is 1."""
 
-    def __init__(self, number: float = 1.0, *, composed: bool = False, memory: SimulatedMemory | None = None) -> None:
+    def __init__(
+        self,
+        number: float = 1.0,
+        *,
+        composed: bool = False,
+        memory: SimulatedMemory | None = None,
+        holders: list[tuple[int, int, int]] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number, self._composed, self._sole_holder = number, composed, _sole_holder()
-        self._memory = memory
+        self._number, self._composed, self._memory = number, composed, memory
+        self._holders = holders  # where to note how often what autograd adds to is held; None to make use of it
+        self._sole_holder = _sole_holder() if holders is None else None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -48,11 +56,16 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].fake_device
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if func is torch.ops.aten.add.Tensor and _in_backward() and _holders(args[0]) == self._sole_holder:
-            # Autograd adds up what two users of a tensor give it, such as a tied embedding and its head, or a layer and
-            # its LoRA adapter. Of real tensors it does so in place; under a dispatch mode it does not, which would
-            # count a gradient once too often.
-            return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
+        adds = func is torch.ops.aten.add.Tensor
+        if adds and not torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:  # in a backward
+            holders = _holders(args[0])
+            if self._holders is not None:
+                self._holders.append(holders)
+            elif holders == self._sole_holder:
+                # Autograd adds up what two users of a tensor give it, such as a tied embedding and its head, or a layer
+                # and its LoRA adapter. Of real tensors it does so in place; under a dispatch mode it does not, which
+                # would count a gradient once too often.
+                return torch.ops.aten.add_.Tensor(*args, **(kwargs or {}))
         if func is torch.ops.aten._grouped_mm.default:
             return _grouped_product(*args, **(kwargs or {}))
         if self._composed and func.name() in _COMPOSED:
@@ -77,7 +90,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _MEMO.remember(key, func, args, kwargs, result)
             return result
         made, is_new = found
-        self._memory.see(made, is_new=is_new)
+        self._memory.ledger.see(made, is_new=is_new)
         return made
 
 
@@ -92,29 +105,14 @@ def _grouped_product(
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes how often the first operand of an addition is held."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.holders: list[tuple[int, int, int]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.add.Tensor and _in_backward():
-            self.holders.append(_holders(args[0]))
-        return func(*args, **(kwargs or {}))
-
-
 @functools.cache
 def _sole_holder() -> tuple[int, int, int]:
     """How often a gradient is held, seen from a dispatch mode, that only autograd's buffer holds; versions differ."""
-    watch = _Watch()
-    with among_ourselves(), FakeTensorMode(), watch, torch.enable_grad():
+    holders: list[tuple[int, int, int]] = []
+    with among_ourselves(), FakeTensorMode(), _Answers(holders=holders), torch.enable_grad():
         twice_used = torch.zeros(2, requires_grad=True) * 1.0
         (twice_used.exp() + twice_used.sin()).sum().backward()  # type: ignore[no-untyped-call]
-    return watch.holders[0]
+    return holders[0]
 
 
 def _holders(tensor: Any) -> tuple[int, int, int]:
@@ -124,10 +122,6 @@ def _holders(tensor: Any) -> tuple[int, int, int]:
     count: Any = getattr(tensor, "_use_count", None)  # not in every version of PyTorch
     storage: Any = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return int(count()) if count is not None else 0, int(storage), sys.getrefcount(tensor)
-
-
-def _in_backward() -> bool:
-    return not torch.is_grad_enabled() and int(torch._C._current_graph_task_id()) >= 0
 
 
 def nothing_differs() -> AbstractContextManager[Any]:
@@ -179,10 +173,11 @@ def give_fake_weights(model: nn.Module) -> None:
             for name, tensor in store.items():
                 if tensor is not None:
                     if id(tensor) not in made:
-                        made[id(tensor)] = (tensor, _fake_like(tensor))
+                        made[id(tensor)] = (tensor, empty_like(tensor, "cpu"))
                     store[name] = made[id(tensor)][1]
 
 
-def _fake_like(tensor: Tensor) -> Tensor:
-    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+def empty_like(tensor: Tensor, device: str) -> Tensor:
+    """Gives an empty tensor of the same kind: a parameter where it is one."""
+    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

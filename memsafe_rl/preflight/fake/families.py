@@ -67,16 +67,13 @@ def _no_config(model: str, role: str, error: Exception) -> ConfigError:
             f"{role}={model!r} is there, but its config.json cannot be read ({type(error).__name__}: {reason}). Give a "
             "folder with the config.json that the network was saved with, or mend it."
         )
-    near = [known for known in FAMILIES if _short(known) in _near(model)]
+    alike = difflib.get_close_matches(_short(model), map(_short, FAMILIES), n=3, cutoff=0.75)
+    near = [known for known in FAMILIES if _short(known) in alike]
     known = f"; near to it are {', '.join(near)}" if near else f": {', '.join(FAMILIES)}"
     return ConfigError(
         f"{role}={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
         f"of those known without it{known}. Write one of these, or save its config.json and give its folder."
     )
-
-
-def _near(name: str) -> list[str]:
-    return difflib.get_close_matches(_short(name), [_short(known) for known in FAMILIES], n=3, cutoff=0.75)
 
 
 def _short(name: str) -> str:

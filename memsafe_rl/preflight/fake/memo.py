@@ -108,9 +108,9 @@ def _known(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Recipe | None:
     """Says how to make a result again; None where it cannot be told."""
-    if type(result) is not FakeTensor or not _is_ordinary(result) or func.name() in WORKSPACES:
+    if type(result) is not FakeTensor or func.name() in WORKSPACES or torch.Tag.inplace_view in func.tags:
         return None
-    if torch.Tag.inplace_view in func.tags:
+    if result.layout is not torch.strided or result.is_conj() or result.is_neg() or result.constant is not None:
         return None
     storage = result.untyped_storage()
     given = [index for index, value in enumerate(args) if _shares(value, storage)]
@@ -136,10 +136,6 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
         device=result.fake_device,
         about={name: value for name, value in result.__dict__.items() if name != "fake_mode"},
     )
-
-
-def _is_ordinary(result: FakeTensor) -> bool:
-    return result.layout is torch.strided and not result.is_conj() and not result.is_neg() and result.constant is None
 
 
 def _shares(value: Any, storage: torch.UntypedStorage) -> bool:

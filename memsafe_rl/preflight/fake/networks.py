@@ -5,23 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import (
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-)
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.models.vision.processors import freeze_tower, reads_images
-from memsafe_rl.preflight.fake.device import give_fake_weights, true_numbers
+from memsafe_rl.preflight.fake.device import empty_like, give_fake_weights, true_numbers
 
 _BLOCK = 64
 """Weights that share a scale in bitsandbytes' 4-bit formats."""
@@ -93,14 +90,9 @@ def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, tr
 
 def hollow_copy(model: nn.Module) -> Any:
     """Copies any network with weights on the meta device in place of its own, to be called inside `fake_device`."""
-    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    fakes: dict[int, Any] = {}
-    for key, tensor in tensors.items():
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        is_weight = isinstance(tensor, nn.Parameter)
-        fakes[key] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_weight else fake
+    fakes = {id(tensor): empty_like(tensor, "meta") for tensor in (*model.parameters(), *model.buffers())}
     with true_numbers():  # what is neither weight nor buffer, such as a schedule, stays real
-        return copy.deepcopy(model, fakes)
+        return copy.deepcopy(model, cast(Any, fakes))
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:

@@ -16,7 +16,7 @@ ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -39,20 +39,16 @@ class Sharding(StrEnum):
     FSDP = "fsdp"
 
 
-_DIVIDED: Mapping[Sharding, tuple[Component, ...]] = {
-    Sharding.NONE: (),
-    Sharding.ZERO1: (Component.OPTIMIZER,),
-    Sharding.ZERO2: (Component.OPTIMIZER, Component.GRADIENTS),
-    Sharding.ZERO3: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
-    Sharding.FSDP: (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS),
-}
+_DIVISIBLE = (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS)
+_DIVIDED = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP: 3}
+"""How many of these, the first ones first, each way divides."""
 _GATHERED_WHOLE = (Phase.ROLLOUT, Phase.EVALUATE, Phase.SCORE)
 _BY_BLOCKS = (Phase.UPDATE,)
 
 
 def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
     """Gives the ranks that share each component."""
-    return dict.fromkeys(_DIVIDED[sharding], ranks) if ranks > 1 else {}
+    return dict.fromkeys(_DIVISIBLE[: _DIVIDED[sharding]], ranks) if ranks > 1 else {}
 
 
 def read_sharding(given: str, ranks: int) -> Sharding:

@@ -24,12 +24,10 @@ from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.runtime.first_use import prepare_device
-from memsafe_rl.memory.runtime.holdings import Holdings
 from memsafe_rl.memory.runtime.meters import meter_for
-from memsafe_rl.memory.runtime.recovery import Recovery
+from memsafe_rl.memory.runtime.recovery import Recovery, prepare_device
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator

@@ -19,15 +19,14 @@ from memsafe_rl.memory.planning.policies import (
     preset,
 )
 from memsafe_rl.memory.planning.search import (
+    FALLBACKS,
     LOSSLESS,
     LOSSY,
-    LOSSY_RUNGS,
-    ROLLOUT_RUNGS,
-    UPDATE_RUNGS,
+    Room,
     extra_bytes,
     fallbacks_named,
-    floor,
     reachable,
+    with_prediction,
 )
 from memsafe_rl.types import (
     MemoryFailure,
@@ -86,6 +85,17 @@ def memory(budget_bytes: int, draw: random.Random | None = None, **known: object
 def failure(phase: Phase, plan: Plan, work: RolloutWork | UpdateWork | None, **known: object) -> MemoryFailure:
     made = MemoryFailure(phase=phase, requested_bytes=None, attempt=1, message="", plan=plan, work=work)
     return replace(made, **known)  # type: ignore[arg-type]
+
+
+def floor(work: RolloutWork | UpdateWork, state: MemoryState) -> dict[str, int]:
+    """Says what the leanest lossless plan is predicted to hold, and who holds it."""
+    phase = Phase.UPDATE if isinstance(work, UpdateWork) else Phase.ROLLOUT
+    start: Any = UpdatePlan() if isinstance(work, UpdateWork) else RolloutPlan()
+    room = Room(phase, work, state)
+    leanest = min(reachable(start, work, fallbacks_named(LOSSLESS, phase)), key=room.demand)
+    predicted = with_prediction(leanest, work, state).predicted_bytes
+    found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
+    return {"held": 2 * found[phase] - sum(found.values()), **found}
 
 
 POLICIES: tuple[MemoryPolicy, ...] = (AdaptivePolicy(), LadderPolicy(), LadderPolicy(climbs=True), preset("8-12GB"))
@@ -172,8 +182,8 @@ def test_no_fallback_can_reach_the_work() -> None:
     works_fields = {entry.name for kind in (RolloutWork, UpdateWork) for entry in fields(kind)}
     assert set(LOSSLESS) <= plans
     assert not plans & works_fields
-    assert all(fallback.lossless and fallback.about for fallback in (*UPDATE_RUNGS, *ROLLOUT_RUNGS))
-    assert all(not fallback.lossless and fallback.about for fallback in LOSSY_RUNGS)
+    assert all(fallback.about for fallback in FALLBACKS)
+    assert not set(LOSSLESS) & set(LOSSY)
 
 
 def test_the_lossy_fallbacks_are_those_the_trainer_can_take() -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from memsafe_rl import accounting
 from memsafe_rl.accounting import charge, claim, hold, host_memory, in_phase, is_on_host, weights_of
-from memsafe_rl.memory.runtime.holdings import held_by, optimizer_tensors, watch_gradients
 from memsafe_rl.memory.runtime.host_memory import offloaded
+from memsafe_rl.memory.runtime.tracker import held_by, optimizer_tensors, watch_gradients
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.loading import load_model
@@ -385,7 +385,7 @@ def test_marks_of_an_earlier_count_are_void() -> None:
 
 def test_gradients_are_watched_only_while_somebody_counts() -> None:
     weight = torch.ones(256, requires_grad=True)
-    assert watch_gradients([weight])._hooks == []
+    assert not watch_gradients([weight])._exit_callbacks
     with SimulatedMemory() as memory:
         with watch_gradients([weight, torch.ones(2)]) as watch:
             (weight * 2).sum().backward()

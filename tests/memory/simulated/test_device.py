@@ -196,7 +196,8 @@ def test_blocks_stay_aligned() -> None:
 def test_the_ledger_rounds_tracks_and_follows_a_resize() -> None:
     weights = torch.empty(100)
     with StorageLedger(CachingAllocator()) as ledger:
-        ledger.track(weights, weights[10:])
+        for tensor in (weights, weights[10:]):
+            ledger.see(tensor, is_new=True)
         assert ledger.live_bytes == 512
         x = torch.empty(10)
         x.resize_(1000)

@@ -39,7 +39,7 @@ class TestParts:
 
     def test_tensors_are_cut_along_their_first_axis_and_padded(self) -> None:
         with SimulatedMemory(exact=False) as memory:
-            memory.divide({Component.WEIGHTS: 2})
+            memory.ledger.divide({Component.WEIGHTS: 2})
             with charge(Component.WEIGHTS):
                 odd, alone, number = torch.empty(5, 3), torch.empty(1, 7), torch.tensor(1.0)
             assert memory.live_bytes == 3 * 3 * 4 + 7 * 4 + 4
@@ -53,7 +53,7 @@ class TestParts:
     def test_real_allocations_are_whole(self) -> None:
         memory = SimulatedMemory(exact=True)
         with pytest.raises(MemsafeError, match="exact=False"):
-            memory.divide({Component.WEIGHTS: 2})
+            memory.ledger.divide({Component.WEIGHTS: 2})
 
     @pytest.mark.parametrize(
         ("sharding", "shared"),
