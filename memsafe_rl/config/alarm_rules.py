@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
 from memsafe_rl.config.declaring import Setting, declare, setting
-from memsafe_rl.config.values import unknown
+from memsafe_rl.config.values import check_band, unknown
 from memsafe_rl.errors import ConfigError
 
 rule = partial(setting, none="no alarm", positional=True)
@@ -44,8 +43,8 @@ def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> Alarm
             raise unknown(name, ALARMS, "alarm")
         told = f"alarms['{name}']"
         limits[name] = limit = AlarmRules.declared[name].read(None if value is False else value, told)
-        if name == "kl" and limit is not None and (len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf):
-            raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
+        if name == "kl":
+            check_band(told, value, limit, "nats per token", "[0.02, 0.15]")
     if limits.get("kl") is not None and not has_reference:
         raise ConfigError(
             f"alarms has kl={list(limits['kl'])}, but beta is 0, so that there is no reference to measure it to. Set "

@@ -120,23 +120,15 @@ def say_what_is_left_out(declared: Any) -> None:
         logger.warning(f"The model's generation_config has {wishes}, which rollouts leave out: they sample.")
 
 
-def _number(hint: Any, allowed: Range | None) -> Callable[[str, Any], Any]:
+def _numbers(kind: type[float], allowed: Range | None, *keys: str) -> dict[str, Option]:
+    """Gives keys of numbers; those without a range of their own are settings as well, and have theirs."""
+
     def read_number(key: str, value: Any) -> Any:
-        number = read(key, value, hint)
-        if allowed is not None:
-            check_in(key, number, allowed)
-        return float(number) if hint is float else number
+        number = read(key, value, kind)
+        check_in(key, number, allowed or DECLARED[key].range or Range())
+        return kind(number)
 
-    return read_number
-
-
-def _numbers(hint: Any, allowed: Range | None, *keys: str) -> dict[str, Option]:
-    return {key: Option(key, _number(hint, allowed)) for key in keys}
-
-
-def _also_settings(hint: Any, *keys: str) -> dict[str, Option]:
-    """Gives keys that are settings as well, within their declared range."""
-    return {key: Option(key, _number(hint, DECLARED[key].range)) for key in keys}
+    return {key: Option(key, read_number) for key in keys}
 
 
 def _tokens(key: str, value: Any) -> tuple[int, ...]:
@@ -181,11 +173,11 @@ def _decay(key: str, value: Any) -> tuple[int, float]:
 
 
 OPTIONS: dict[str, Option] = {
-    **_also_settings(float, "top_p", "min_p", "repetition_penalty"),
+    **_numbers(float, None, "top_p", "min_p", "repetition_penalty"),
     **_numbers(float, Range(0, 1, open_low=True), "top_h", "typical_p"),
     **_numbers(float, Range(0, 1, open_high=True), "epsilon_cutoff", "eta_cutoff"),
     **_numbers(float, Range(0, open_low=True), "encoder_repetition_penalty"),
-    **_also_settings(int, "top_k"),
+    **_numbers(int, None, "top_k"),
     **_numbers(int, Range(0), "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     **_numbers(int, Range(0), "min_length", "min_new_tokens", "forced_bos_token_id"),
     "remove_invalid_values": Option("remove_invalid_values", lambda key, value: read(key, value, bool)),
