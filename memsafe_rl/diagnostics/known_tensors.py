@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, product
-from typing import NamedTuple
+from itertools import product
+from typing import Any
 
 from memsafe_rl.diagnostics.oom_messages import Printed
 
@@ -98,13 +98,6 @@ class KnownTensor:
         return f"{self.name}, {self.shape} in {self.dtype}" + (f" ({self.note})" if self.note else "")
 
 
-class _Shape(NamedTuple):
-    kind: Kind
-    name: str
-    axes: tuple[int, ...]
-    note: str = ""
-
-
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
     """Bounds the bytes of the tensor that a printed request was for.
 
@@ -130,13 +123,11 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
     """
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
-    batches = (_of_a_batch(configuration, *of) for of in product(configuration.batch, configuration.seq_len))
-    for shape in chain(*batches, _of_the_weights(configuration)):
-        for name, size in configuration.dtypes:
-            if low <= (count := math.prod(shape.axes) * size) <= high:
-                text = " x ".join(f"{axis:,}" for axis in shape.axes)
-                tensor = KnownTensor(shape.kind, shape.name, text, name, count, note=shape.note)
-                fitting.setdefault((shape.name, name), tensor)
+    for kind, title, axes, note in _shapes(configuration):
+        for name, size in configuration.dtypes if all(axes) else ():
+            if low <= (count := math.prod(axes) * size) <= high:
+                text = " x ".join(f"{axis:,}" for axis in axes)
+                fitting.setdefault((title, name), KnownTensor(kind, title, text, name, count, note=note))
     found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
     if any(tensor.kind is Kind.LOGITS for tensor in found):
         return tuple(found)
@@ -167,7 +158,9 @@ def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[
             found.append((surprise, rows, vocab, whose))
     guessed = []
     for _, rows, vocab, whose in sorted(found, reverse=True)[:_MOST_GUESSES]:
-        name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{_as_batch(rows)}"
+        batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)  # a usual one
+        example = "" if batch is None else f", such as {batch} x {rows // batch:,}"
+        name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{example}"
         guessed.append(KnownTensor(Kind.LOGITS, name, shape, "float32", 4 * rows * vocab, exact=False, guessed=True))
     return tuple(guessed)
 
@@ -177,41 +170,22 @@ def _roundness(number: int) -> int:
     return number & -number if number else 0
 
 
-def _as_batch(rows: int) -> str:
-    """Writes rows as a batch of sequences, if a usual batch size divides them."""
-    batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)
-    return "" if batch is None else f", such as {batch} x {rows // batch:,}"
-
-
-def _of_a_batch(known: Configuration, batch: int, tokens: int) -> Iterator[_Shape]:
-    width, kv_heads = known.width_of_head, known.kv_heads or known.heads
-    if known.vocab:
-        for length in (tokens, tokens - 1, tokens + 1):
-            # One more or less: the last token predicts nothing, or an end token is added.
-            if length > 0:
-                yield _Shape(Kind.LOGITS, _LOGITS, (batch, length, known.vocab), _COPIES)
-    if known.heads:
-        yield _Shape(Kind.SCORES, "attention scores [B, H, T, T]", (batch, known.heads, tokens, tokens))
-    if kv_heads and width:
-        yield _Shape(Kind.CACHE, "keys or values of one layer [B, H, T, d]", (batch, kv_heads, tokens, width))
-        if known.layers:
-            yield _Shape(
-                Kind.CACHE, "the whole KV cache [2, L, B, H, T, d]", (2, known.layers, batch, kv_heads, tokens, width)
-            )
-    if known.inner:
-        yield _Shape(Kind.HIDDEN, "activations of the feed-forward part [B, T, I]", (batch, tokens, known.inner))
-    if known.hidden:
-        yield _Shape(Kind.HIDDEN, "hidden states [B, T, D], or queries", (batch, tokens, known.hidden))
-
-
-def _of_the_weights(known: Configuration) -> Iterator[_Shape]:
-    if not known.hidden:
-        return
-    if known.vocab:
-        yield _Shape(Kind.WEIGHT, "output head or embedding [V, D]", (known.vocab, known.hidden), _MOMENTS)
-    if known.inner:
-        yield _Shape(Kind.WEIGHT, "a feed-forward matrix [I, D]", (known.inner, known.hidden), _MOMENTS)
-        yield _Shape(Kind.WEIGHT, "gate and up matrix together [2, I, D]", (2, known.inner, known.hidden), _MOMENTS)
+def _shapes(known: Configuration) -> Iterator[tuple[Kind, str, tuple[Any, ...], str]]:
+    """Yields the shapes of a network's tensors: kind, name, axes (None where unknown), and what else has the shape."""
+    vocab, width, inner, heads = known.vocab, known.hidden, known.inner, known.heads
+    kv_heads, of_head = known.kv_heads or heads, known.width_of_head
+    for batch, tokens in product(known.batch, known.seq_len):
+        # One more or less: the last token predicts nothing, or an end token is added.
+        yield from ((Kind.LOGITS, _LOGITS, (batch, tokens + more, vocab), _COPIES) for more in (0, -1, 1))
+        yield Kind.SCORES, "attention scores [B, H, T, T]", (batch, heads, tokens, tokens), ""
+        yield Kind.CACHE, "keys or values of one layer [B, H, T, d]", (batch, kv_heads, tokens, of_head), ""
+        whole = 2, known.layers, batch, kv_heads, tokens, of_head
+        yield Kind.CACHE, "the whole KV cache [2, L, B, H, T, d]", whole, ""
+        yield Kind.HIDDEN, "activations of the feed-forward part [B, T, I]", (batch, tokens, inner), ""
+        yield Kind.HIDDEN, "hidden states [B, T, D], or queries", (batch, tokens, width), ""
+    yield Kind.WEIGHT, "output head or embedding [V, D]", (vocab, width), _MOMENTS
+    yield Kind.WEIGHT, "a feed-forward matrix [I, D]", (inner, width), _MOMENTS
+    yield Kind.WEIGHT, "gate and up matrix together [2, I, D]", (2, inner, width), _MOMENTS
 
 
 def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[KnownTensor]:
