@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -164,74 +164,67 @@ def _seen(status: Mapping[str, Any]) -> Sighting:
 
 def advice(seen: Sighting, cards: Sequence[Card]) -> str:
     """Advises in one sentence on what matters most."""
-    return _advice_on_life(seen) or _advice_on_allocator(seen, cards) or _advice_on_budget(seen)
+    return next(_advice_on_life(seen), "") or next(_advice_on_memory(seen, cards))
 
 
-def _advice_on_life(seen: Sighting) -> str:
+def _advice_on_life(seen: Sighting) -> Iterator[str]:
+    """Yields what is to be said of a run that no longer trains."""
+    if seen.liveness is Liveness.ALIVE:
+        return
     status, ago = seen.status, duration(round(seen.age_seconds), decimals=0)
+    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
+    way_on = "It left no checkpoint; start it again."
+    if saved:
+        way_on = f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."
     if seen.liveness is Liveness.GONE:
-        return (
+        yield (
             f"Process {status.get('pid')} died without an error, {ago} after its last status: the system killed it "
-            f"or the machine restarted; look for the kernel's out-of-memory killer in dmesg. {_way_on(status)}"
+            f"or the machine restarted; look for the kernel's out-of-memory killer in dmesg. {way_on}"
         )
     if seen.liveness is Liveness.SILENT:
-        return f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
+        yield f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
     if seen.liveness is Liveness.ENDED and status.get("state") == "finished":
-        return "The run has finished; memsafe-rl report shows its results."
+        yield "The run has finished; memsafe-rl report shows its results."
     if seen.liveness is Liveness.ENDED:
         why = str(status.get("ended_by") or "").split("\n")[0]
-        return f"The run was stopped{f' by {why}' if why else ''}. {_way_on(status)}"
-    return ""
+        yield f"The run was stopped{f' by {why}' if why else ''}. {way_on}"
 
 
-def _way_on(status: Mapping[str, Any]) -> str:
-    """Says from where a run can be resumed, if from anywhere."""
-    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
-    if not saved:
-        return "It left no checkpoint; start it again."
-    return f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."
-
-
-def _advice_on_allocator(seen: Sighting, cards: Sequence[Card]) -> str:
-    total = max(1, int(seen.device.get("total_bytes", 1)))
+def _advice_on_memory(seen: Sighting, cards: Sequence[Card]) -> Iterator[str]:
+    """Yields what is to be said of a run's memory, what matters most first."""
+    total, peak, budget = max(1, int(seen.device.get("total_bytes", 1))), seen.peak_bytes, seen.budget_bytes
     crowd = sum(found.used_bytes or 0 for found in seen.neighbours(cards))
     if crowd >= _CROWDED_SHARE * total:
-        return (
-            f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget by that much."
-        )
+        yield f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget by that much."
     if retries := seen.count("allocator_retries"):
-        return (
-            f"The allocator emptied its cache {retries} times to find a block, which costs "
-            "speed: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
+        yield (
+            f"The allocator emptied its cache {retries} times to find a block, which costs speed: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
         )
     reserved = seen.count("reserved_bytes")
     stranded = reserved - seen.count("allocated_bytes")
     fragmented = reserved and stranded >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
     if fragmented and seen.band is not Headroom.SAFE:
-        return (
+        yield (
             f"{format_bytes(stranded)} are reserved but hold no tensor: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start."
         )
-    return ""
-
-
-def _advice_on_budget(seen: Sighting) -> str:
     if seen.band is Headroom.DANGER:
-        return (
+        yield (
             "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over. "
             "If that happens often, lower max_completion_length or raise memory_budget."
         )
     if failures := seen.count("failures"):
-        return (
+        yield (
             f"{failures} allocations failed and their work was repeated: only time was lost, and later plans take "
             "it into account."
         )
     if seen.band is Headroom.EDGE:
-        return "Little room is left, but the plans keep within it; nothing needs to be done."
-    if 0 < seen.peak_bytes < _ROOMY_SHARE * seen.budget_bytes:
-        spare = format_bytes(int(SAFE_SHARE * seen.budget_bytes) - seen.peak_bytes)
-        return f"{spare} are free before it gets tight: longer completions or a larger model would fit."
-    return "The run stays well within its budget; nothing needs to be done."
+        yield "Little room is left, but the plans keep within it; nothing needs to be done."
+    if 0 < peak < _ROOMY_SHARE * budget:
+        spare = format_bytes(int(SAFE_SHARE * budget) - peak)
+        yield f"{spare} are free before it gets tight: longer completions or a larger model would fit."
+    yield "The run stays well within its budget; nothing needs to be done."
 
 
 def as_json(view: View) -> str:
@@ -262,7 +255,10 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
     """Shows a run once, or every second until Ctrl+C."""
     folder = find_run(pid, run)
     if not watch:
-        print(as_json(look(folder)), flush=True) if json_output else console.print(render(look(folder)))
+        if json_output:
+            print(as_json(look(folder)), flush=True)
+        else:
+            console.print(render(look(folder)))
         return
     with suppress(KeyboardInterrupt):
         while json_output:

@@ -414,10 +414,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
         raise DataError(
             f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Mend it."
         )
-    if isinstance(prompt, str) != isinstance(first, str):
-        raise DataError(
-            f"prompt {prompt!r:.100} is not of the same kind as the first one. Use text or messages for all."
-        )
+    _check_alike(prompt, first)
     if isinstance(prompt, str):
         return
     if not prompt:

@@ -189,7 +189,12 @@ class RewardRunner:
     ) -> PendingScores:
         """Has `calculate` reward all rows once; async functions may still be under way afterwards."""
         columns = dict(columns or {})
-        _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
+        for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
+            if isinstance(values, (list, tuple)) and len(values) != len(prompts):
+                raise DataError(
+                    f"{name!r} has {len(values)} values for {len(prompts)} prompts. Give reward functions one for each "
+                    "prompt."
+                )
         self.check_columns(columns)
         return self.calculate(prompts, completions, completion_ids, columns, trainer_state, attempt)
 
@@ -343,14 +348,6 @@ def _one_each(setting: str, given: Any, count: int, *, default: Any) -> list[Any
             f"{setting} has {len(values)} entries for {count} reward functions. Give one for each, in their order."
         )
     return values
-
-
-def _check_rows(rows: int, columns: Mapping[str, Any]) -> None:
-    for name, values in columns.items():
-        if isinstance(values, (list, tuple)) and len(values) != rows:
-            raise DataError(
-                f"{name!r} has {len(values)} values for {rows} prompts. Give reward functions one for each prompt."
-            )
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

@@ -151,7 +151,11 @@ class Calls:
                     if not timer.expired():
                         raise
                 self.timeouts[name] += 1
-                self._tell_of_timeout(name, left)
+                then = "It is called again." if left else "It is not called again."
+                if not left and patience.gives_none:
+                    then = f"Its rewards of {self.rows} completions are None."
+                told = "Reward function %r did not answer within %g seconds. %s"
+                logger.warning(told, name, patience.timeout_seconds, then)
                 coroutine = self._output(name, function) if left else coroutine
         answered.add(name)
         if patience.gives_none:
@@ -160,14 +164,6 @@ class Calls:
             f"Reward function {name!r} did not answer for {self.rows} completions within {patience.timeout_seconds:g} "
             f"seconds (reward_timeout_seconds), called {patience.retries + 1} time(s). Raise reward_timeout_seconds or "
             "reward_retries, or set reward_timeout_result='none' to continue without its rewards."
-        )
-
-    def _tell_of_timeout(self, name: str, left: int) -> None:
-        then = "It is called again." if left else "It is not called again."
-        if not left and self._patience.gives_none:
-            then = f"Its rewards of {self.rows} completions are None."
-        logger.warning(
-            "Reward function %r did not answer within %g seconds. %s", name, self._patience.timeout_seconds, then
         )
 
     def _output(self, name: str, function: RewardFunction) -> Any:
