@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, Manifest, RunMark, check_files, read_manifest, write_manifest
+from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.trajectory_file import TRAJECTORY_FILES, load_trajectory, save_trajectory
 from memsafe_rl.durable import sync, sync_all
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
@@ -200,16 +200,12 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
     why = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
-            manifest = read_manifest(folder)
-            if holds_weights_only(folder, manifest):
-                why = why or f"{folder.name} holds weights only; a new run can take it as its model"
-                continue
-            check_files(folder, manifest)
+            if _can_be_resumed(folder):
+                return folder, ""
+            why = why or f"{folder.name} holds weights only; a new run can take it as its model"
         except DamagedCheckpointError as error:
             logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)
             why = why or f"{folder.name} is damaged ({error})"
-        else:
-            return folder, ""
     return None, why
 
 
@@ -219,24 +215,26 @@ def _named(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{told}, which is not a folder. Name a checkpoint folder.")
     try:
-        manifest = read_manifest(folder)
-        if holds_weights_only(folder, manifest):
-            raise ConfigError(
-                f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without "
-                "save_only_model, or begin a new run with this one as its model."
-            )
-        check_files(folder, manifest)
+        if _can_be_resumed(folder):
+            return folder
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             f"{told}, which is damaged: {error}. Delete it and resume from an earlier one."
         ) from error
-    return folder
+    raise ConfigError(
+        f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without save_only_model, or "
+        "begin a new run with this one as its model."
+    )
 
 
-def holds_weights_only(folder: Path, manifest: Manifest) -> bool:
-    """Tells whether a checkpoint lacks what a resume needs."""
+def _can_be_resumed(folder: Path) -> bool:
+    """Tells whether a checkpoint holds more than weights; compares its files with what was written."""
+    manifest = read_manifest(folder)
     held = manifest.files if manifest.files is not None else {path.name for path in folder.iterdir()}
-    return not {LOOP, _STATE} <= set(held)
+    if not {LOOP, _STATE} <= set(held):
+        return False
+    check_files(folder, manifest)
+    return True
 
 
 def step_of(folder: Path) -> int:
