@@ -10,20 +10,21 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, RunMark, check_files, read_manifest, write_manifest
-from memsafe_rl.checkpoint.trajectory_file import TRAJECTORY_FILES, load_trajectory, save_trajectory
 from memsafe_rl.durable import sync, sync_all
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.records import RUN_FILE, read_json
-from memsafe_rl.types import Trajectory
+from memsafe_rl.types import Ragged, Trajectory
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ PREVIOUS = "previous"
 """The folder inside a run's own that keeps what other runs left there."""
 _STATE = "training_state.pt"
 _TRAINER = "trainer_state.json"
-RUN_STATE = frozenset({MANIFEST, LOOP, _STATE, _TRAINER, *TRAJECTORY_FILES})
+_TRAJECTORY_TENSORS, _TRAJECTORY_INDEX = "trajectory.safetensors", "trajectory.json"
+RUN_STATE = frozenset({MANIFEST, LOOP, _STATE, _TRAINER, _TRAJECTORY_TENSORS, _TRAJECTORY_INDEX})
 """The files of a checkpoint that a resume needs and a user of the weights does not."""
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
 """What readers raise on torn files, whose bytes can look like anything."""
@@ -171,6 +173,41 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
             f"resume_from_checkpoint is {str(folder)!r}, which is damaged ({type(error).__name__}: "
             f"{str(error).partition(chr(10))[0]}). Delete it and resume from an earlier one."
         ) from error
+
+
+def save_trajectory(trajectory: Trajectory, folder: Path) -> None:
+    """Writes every field of a trajectory into a folder."""
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    for field in fields(trajectory):
+        value = getattr(trajectory, field.name)
+        if isinstance(value, Ragged):
+            tensors[field.name] = value.flat.contiguous().cpu()
+            index[field.name] = {"lengths": value.lengths}
+        elif isinstance(value, Tensor):
+            tensors[field.name] = value.contiguous().cpu()
+            index[field.name] = {"tensor": True}
+        else:
+            index[field.name] = {"value": value}
+    save_file(tensors, folder / _TRAJECTORY_TENSORS)
+    (folder / _TRAJECTORY_INDEX).write_text(json.dumps(index))
+
+
+def load_trajectory(folder: Path) -> Trajectory | None:
+    """Reads what `save_trajectory` wrote."""
+    if not (folder / _TRAJECTORY_INDEX).exists():
+        return None
+    tensors = load_file(folder / _TRAJECTORY_TENSORS)
+    values: dict[str, Any] = {}
+    for name, entry in json.loads((folder / _TRAJECTORY_INDEX).read_text()).items():
+        if "lengths" in entry:
+            values[name] = Ragged(tensors[name], tuple(entry["lengths"]))
+        elif "tensor" in entry:
+            values[name] = tensors[name]
+        else:
+            stored = entry["value"]
+            values[name] = tuple(stored) if isinstance(stored, list) else stored
+    return Trajectory(**values)
 
 
 def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:

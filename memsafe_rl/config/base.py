@@ -9,7 +9,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
@@ -18,14 +18,14 @@ from accelerate import PartialState
 from transformers.training_args import ParallelMode
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.config import generation_options, views
-from memsafe_rl.config.alarm_rules import AlarmRules, read_rules
+from memsafe_rl.config import generation_options
+from memsafe_rl.config.alarm_rules import AlarmRules, KLStop, read_kl_stop, read_rules
 from memsafe_rl.config.degradation import QUANTISED_CACHE
 from memsafe_rl.config.objectives import Objective, read_objectives
 from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
 from memsafe_rl.config.settings import TrainerSettings
 from memsafe_rl.config.validation import validate
-from memsafe_rl.config.views import KLStop, read_kl_stop
+from memsafe_rl.types import LossSettings
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,15 @@ class TrainerConfig(TrainerSettings, ABC):
         """What `alarms` means."""
         return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
-    loss_settings = views.loss_settings
+    def loss_settings(self) -> LossSettings:
+        """Gives what the loss reads; what an algorithm has no setting for stays at its default."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        clipping: dict[str, Any] = {"epsilon_low": self.epsilon, "epsilon_high": high}
+        if self.kl_in_rewards:
+            clipping["beta"] = 0.0
+        own = {field.name for field in fields(LossSettings)} - clipping.keys()
+        return LossSettings(**{name: getattr(self, name) for name in own if hasattr(self, name)}, **clipping)
+
     sampling_settings = generation_options.sampling_settings
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
