@@ -45,7 +45,7 @@ def show_version(requested: bool) -> None:
 
 def option(words: str, *flags: str, **more: Any) -> Any:
     """Declares an option whose words `templates/help.yaml` has."""
-    return typer.Option(*flags, **OPTIONS[words], **more)
+    return typer.Option(*flags, **OPTIONS[words], **more)  # type: ignore[misc]
 
 
 @app.callback()

@@ -324,7 +324,7 @@ def _device(seen: Sighting) -> Table:
     name, capability = device.get("name", ""), device.get("capability")
     share = f"the last step's peak is {seen.peak_bytes / seen.budget_bytes:.1%} of it: "
     exact = status.get("counts_tensors", True)
-    whom = {"cuda": "for the driver", "host": "for the operating system"}.get(device.get("kind"), "on the device")
+    whom = {"cuda": "for the driver", "host": "for the operating system"}.get(str(device.get("kind")), "on the device")
     rows: tuple[tuple[str, Any, str | Text], ...] = (
         ("device", device.get("total_bytes", 0), name if capability is None else f"{name}, capability {capability}"),
         ("budget", seen.count("budget_bytes"), Text.assemble(share, (seen.band.value, _STYLES[seen.band]))),

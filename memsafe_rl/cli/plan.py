@@ -259,7 +259,7 @@ class _Search:
     def _frontier(self, job: Job, scout: Scout) -> list[tuple[int, int | None, int]]:
         """Gives the longest completion by group size and, under an adapter, by rank."""
         groups, own = sorted({4, 8, 16, 32, job.group_size}), self.rank
-        ranks: list[int | None] = [None] if own is None else sorted({*_RANKS, own})
+        ranks: Sequence[int | None] = [None] if own is None else sorted({*_RANKS, own})
         found = []
         for rank in ranks:
             ranked = job if rank is None or own is None else _of_rank(job, rank / own)

@@ -269,7 +269,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
     """Yields line, variable and value (if literal) of each assignment to an environment variable."""
-    for node in ast.walk(tree):
+    for node in (node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.Call))):
         pairs: list[tuple[ast.expr | None, ast.expr]] = []
         match node:
             case ast.Assign(targets=targets, value=value):
