@@ -141,21 +141,17 @@ def named_vocabularies(log: str) -> tuple[int, ...]:
 
 def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
     """Guesses which common vocabulary's logits have the bytes of a request, by a number of rows that is round."""
-    low, high = span
-    if low < _LEAST_GUESSED_BYTES:
+    if span[0] < _LEAST_GUESSED_BYTES:
         return ()
     found = []
     for vocab, (whose, _) in VOCABULARIES.items():
-        if vocabularies and vocab not in vocabularies:
+        fitting = _counts(span, 4 * vocab)
+        if not fitting or (vocabularies and vocab not in vocabularies):
             continue
-        fewest, most = -(-low // (4 * vocab)), high // (4 * vocab)
-        if fewest > most:
-            continue
-        rows = max(range(fewest, most + 1), key=_roundness)
+        rows = max(fitting, key=_roundness)
         if vocabularies or _roundness(rows) >= _LEAST_ROUND:
             # Some number fits nearly every vocabulary. It surprises if its power of two is large for the open range.
-            surprise = _roundness(rows) / (most - fewest + 1)
-            found.append((surprise, rows, vocab, whose))
+            found.append((_roundness(rows) / len(fitting), rows, vocab, whose))
     guessed = []
     for _, rows, vocab, whose in sorted(found, reverse=True)[:_MOST_GUESSES]:
         batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)  # a usual one
@@ -163,6 +159,11 @@ def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[
         name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{example}"
         guessed.append(KnownTensor(Kind.LOGITS, name, shape, "float32", 4 * rows * vocab, exact=False, guessed=True))
     return tuple(guessed)
+
+
+def _counts(span: tuple[int, int], size: int) -> range:
+    """Gives the numbers that, times a size, lie within a span."""
+    return range(-(-span[0] // size), span[1] // size + 1)
 
 
 def _roundness(number: int) -> int:
@@ -193,30 +194,27 @@ def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[Know
     if not known.vocab:
         return
     for name, size in known.dtypes:
-        fewest, most = -(-span[0] // (size * known.vocab)), span[1] // (size * known.vocab)
-        solved = _rows_as(fewest, most, known)
-        if solved is not None:
+        rows_in_span = _counts(span, size * known.vocab)
+        if rows_in_span and (solved := _rows_as(rows_in_span, known)) is not None:
             rows, shape = solved[0], f"{solved[1]} x {known.vocab:,}"
             yield KnownTensor(Kind.LOGITS, _LOGITS, shape, name, rows * size * known.vocab, exact=False, note=_COPIES)
 
 
-def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | None:
-    """Writes a number of rows within bounds as a batch and a length that the configuration allows."""
-    if fewest > most:
-        return None
-    longest = max(known.seq_len, default=None)
+def _rows_as(rows: range, known: Configuration) -> tuple[int, str] | None:
+    """Writes one of some numbers of rows as a batch and a length that the configuration allows."""
+    span, longest = (rows[0], rows[-1]), max(known.seq_len, default=None)
     for batch in known.batch:
-        lengths = range(-(-fewest // batch), most // batch + 1)
+        lengths = _counts(span, batch)
         if lengths and (longest is None or lengths[-1] <= longest + 1):
             length = max(lengths, key=_roundness)
             text = f"{length:,}" if len(lengths) == 1 else f"{length:,} ({lengths[0]:,} to {lengths[-1]:,} would fit)"
             return batch * length, f"{batch:,} x T = {text}"
     largest = max(known.batch, default=None)
     for length in known.seq_len:
-        batches = range(-(-fewest // length), most // length + 1)
+        batches = _counts(span, length)
         if batches and (largest is None or batches[-1] <= largest):
             return batches[0] * length, f"B = {batches[0]:,} x {length:,}"
     if known.batch and known.seq_len:
         return None
-    rows = max(range(fewest, most + 1), key=_roundness)
-    return rows, f"B*T = {rows:,} ({fewest:,} to {most:,} would fit)"
+    best = max(rows, key=_roundness)
+    return best, f"B*T = {best:,} ({rows[0]:,} to {rows[-1]:,} would fit)"
