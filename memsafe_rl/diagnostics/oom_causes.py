@@ -173,8 +173,7 @@ def _because(cause: Cause, decisive: bool = False, case: str = "", **values: obj
 
 def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> tuple[Reason, ...]:
     guessed = bool(tensors) and tensors[0].guessed
-    special = _special(message)
-    found = [*filter(None, [special]), *_of_the_request(message)]
+    found = [*filter(None, [_special(message)]), *_of_the_request(message)]
     found += () if guessed else _tensor(tensors)
     found += _of_the_device(message, limited=any(reason.cause is Cause.LIMIT for reason in found))
     if not any(reason.decisive for reason in found):
