@@ -158,24 +158,20 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
         self._console.print(table)
 
 
-def banner(facts: Mapping[str, str], console: Console | None = None) -> None:
+def banner(facts: Mapping[str, str], console: Console | None = None, *, title: str = "memsafe_rl") -> None:
     """Prints what a run is about to do."""
-    _print_facts("memsafe_rl", facts, console)
+    table = Table(title=title, show_header=False, title_justify="left", min_width=60)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    (console or Console(stderr=True)).print(table)
 
 
 def summary(figures: RunFigures, console: Console | None = None, *, then: Mapping[str, str] | None = None) -> None:
     """Prints a run's results: memory forecast and measured, time, what failures cost, and commands for what follows."""
     console = console or Console(stderr=True)
-    _print_facts("memsafe_rl: the run", _summary_facts(figures), console)
+    banner(_summary_facts(figures), console, title="memsafe_rl: the run")
     for purpose, command in (then or {}).items():
         console.print(f"{purpose}: {command}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _print_facts(title: str, facts: Mapping[str, str], console: Console | None) -> None:
-    table = Table(title=title, show_header=False, title_justify="left", min_width=60)
-    for name, value in facts.items():
-        table.add_row(name, value)
-    (console or Console(stderr=True)).print(table)
 
 
 def _summary_facts(figures: RunFigures) -> dict[str, str]:

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import ModelCard
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor
 
+from memsafe_rl.checkpoint.hub_push import model_card
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.diagnostics.run_folder import read_run
@@ -81,6 +82,5 @@ def _card(folder: Path, base: str, name: str) -> ModelCard:
             facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"
             facts["peak memory"] = f"{format_bytes(found.peak_bytes or 0)} of {format_bytes(found.budget_bytes or 0)}"
     facts |= {f"version of {package}": version for package, version in run.get("versions", {}).items()}
-    data = ModelCardData(library_name="transformers", model_name=name, base_model=base or None, tags=["memsafe_rl"])
-    rows = "".join(f"| {fact} | {value} |\n" for fact, value in facts.items() if value not in ("", "None"))
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with memsafe_rl.\n\n| | |\n|---|---|\n{rows}")
+    rows = "".join(f"\n| {fact} | {value} |" for fact, value in facts.items() if value not in ("", "None"))
+    return model_card(name, f"Trained with memsafe_rl.\n\n| | |\n|---|---|{rows}", base_model=base or None)

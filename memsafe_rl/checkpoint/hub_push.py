@@ -89,18 +89,12 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         """Uploads what ``save`` writes for users, with a card; see `PolicyTrainer.push_to_hub`."""
         self._api = HfApi(token=token) if token else self._api
         name, own = model_name or self.open(private).split("/")[-1], [tags] if isinstance(tags, str) else list(tags)
-        data = ModelCardData(
-            datasets=dataset_name,
-            library_name="transformers",
-            model_name=name,
-            tags=["memsafe_rl", self._args.algorithm.lower(), *own],
-        )
+        algorithm = self._args.algorithm
+        card = model_card(name, f"Trained with {algorithm}.", algorithm.lower(), *own, datasets=dataset_name)
 
         def write(folder: Path) -> None:
             save(str(folder), _internal_call=True)
-            ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with {self._args.algorithm}.\n").save(
-                folder / "README.md"
-            )
+            card.save(folder / "README.md")
 
         return self.push(write, message, wait=wait, **({"revision": revision} if revision else {}))
 
@@ -126,6 +120,12 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
             self._uploads.remove(upload)
             if (error := upload.exception()) is not None:
                 logger.warning("an upload to %s failed, and the run goes on: %s", self.repo_id, error)
+
+
+def model_card(name: str, text: str, *tags: str, **data: Any) -> ModelCard:
+    """Writes a card of a model that was trained here."""
+    head = ModelCardData(library_name="transformers", model_name=name, tags=["memsafe_rl", *tags], **data)
+    return ModelCard(f"---\n{head.to_yaml()}\n---\n\n# {name}\n\n{text}\n")
 
 
 def _link(source: Path, folder: Path, left_out: frozenset[str] = frozenset()) -> None:

@@ -10,20 +10,21 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, Manifest, RunMark, check_files, read_manifest, write_manifest
-from memsafe_rl.checkpoint.trajectory_file import TRAJECTORY_FILES, load_trajectory, save_trajectory
+from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, RunMark, check_files, read_manifest, write_manifest
 from memsafe_rl.durable import sync, sync_all
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.records import RUN_FILE, read_json
-from memsafe_rl.types import Trajectory
+from memsafe_rl.types import Ragged, Trajectory
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,8 @@ PREVIOUS = "previous"
 """The folder inside a run's own that keeps what other runs left there."""
 _STATE = "training_state.pt"
 _TRAINER = "trainer_state.json"
-RUN_STATE = frozenset({MANIFEST, LOOP, _STATE, _TRAINER, *TRAJECTORY_FILES})
+_TRAJECTORY_TENSORS, _TRAJECTORY_INDEX = "trajectory.safetensors", "trajectory.json"
+RUN_STATE = frozenset({MANIFEST, LOOP, _STATE, _TRAINER, _TRAJECTORY_TENSORS, _TRAJECTORY_INDEX})
 """The files of a checkpoint that a resume needs and a user of the weights does not."""
 _SIGNS_OF_DAMAGE = (OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, AttributeError)
 """What readers raise on torn files, whose bytes can look like anything."""
@@ -173,6 +175,41 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
         ) from error
 
 
+def save_trajectory(trajectory: Trajectory, folder: Path) -> None:
+    """Writes every field of a trajectory into a folder."""
+    tensors: dict[str, Tensor] = {}
+    index: dict[str, Any] = {}
+    for field in fields(trajectory):
+        value = getattr(trajectory, field.name)
+        if isinstance(value, Ragged):
+            tensors[field.name] = value.flat.contiguous().cpu()
+            index[field.name] = {"lengths": value.lengths}
+        elif isinstance(value, Tensor):
+            tensors[field.name] = value.contiguous().cpu()
+            index[field.name] = {"tensor": True}
+        else:
+            index[field.name] = {"value": value}
+    save_file(tensors, folder / _TRAJECTORY_TENSORS)
+    (folder / _TRAJECTORY_INDEX).write_text(json.dumps(index))
+
+
+def load_trajectory(folder: Path) -> Trajectory | None:
+    """Reads what `save_trajectory` wrote."""
+    if not (folder / _TRAJECTORY_INDEX).exists():
+        return None
+    tensors = load_file(folder / _TRAJECTORY_TENSORS)
+    values: dict[str, Any] = {}
+    for name, entry in json.loads((folder / _TRAJECTORY_INDEX).read_text()).items():
+        if "lengths" in entry:
+            values[name] = Ragged(tensors[name], tuple(entry["lengths"]))
+        elif "tensor" in entry:
+            values[name] = tensors[name]
+        else:
+            stored = entry["value"]
+            values[name] = tuple(stored) if isinstance(stored, list) else stored
+    return Trajectory(**values)
+
+
 def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
     """Finds the checkpoint to resume from, and compares its files with what was written.
 
@@ -200,16 +237,12 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
     why = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
-            manifest = read_manifest(folder)
-            if holds_weights_only(folder, manifest):
-                why = why or f"{folder.name} holds weights only; a new run can take it as its model"
-                continue
-            check_files(folder, manifest)
+            if _can_be_resumed(folder):
+                return folder, ""
+            why = why or f"{folder.name} holds weights only; a new run can take it as its model"
         except DamagedCheckpointError as error:
             logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)
             why = why or f"{folder.name} is damaged ({error})"
-        else:
-            return folder, ""
     return None, why
 
 
@@ -219,24 +252,26 @@ def _named(folder: Path) -> Path:
     if not folder.is_dir():
         raise ConfigError(f"{told}, which is not a folder. Name a checkpoint folder.")
     try:
-        manifest = read_manifest(folder)
-        if holds_weights_only(folder, manifest):
-            raise ConfigError(
-                f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without "
-                "save_only_model, or begin a new run with this one as its model."
-            )
-        check_files(folder, manifest)
+        if _can_be_resumed(folder):
+            return folder
     except DamagedCheckpointError as error:
         raise DamagedCheckpointError(
             f"{told}, which is damaged: {error}. Delete it and resume from an earlier one."
         ) from error
-    return folder
+    raise ConfigError(
+        f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without save_only_model, or "
+        "begin a new run with this one as its model."
+    )
 
 
-def holds_weights_only(folder: Path, manifest: Manifest) -> bool:
-    """Tells whether a checkpoint lacks what a resume needs."""
+def _can_be_resumed(folder: Path) -> bool:
+    """Tells whether a checkpoint holds more than weights; compares its files with what was written."""
+    manifest = read_manifest(folder)
     held = manifest.files if manifest.files is not None else {path.name for path in folder.iterdir()}
-    return not {LOOP, _STATE} <= set(held)
+    if not {LOOP, _STATE} <= set(held):
+        return False
+    check_files(folder, manifest)
+    return True
 
 
 def step_of(folder: Path) -> int:

@@ -13,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict, load_peft_weights, set_pe
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from memsafe_rl.accounting import host_memory, local_part
@@ -98,7 +99,7 @@ class HostCopies:
             fits = made is not None and (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
             copies[key] = (made if made is not None and fits else _host_like(tensor)).copy_(tensor.detach())
         self._made = list(copies.values())
-        return _replaced(value, copies)
+        return tree_map_only(Tensor, lambda tensor: copies[tensor_place(tensor)], value)
 
 
 def host_copy(value: Any) -> Any:
@@ -111,20 +112,9 @@ def _host_like(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu")
 
 
-def _replaced(value: Any, copies: Mapping[Any, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return copies[tensor_place(value)]
-    if isinstance(value, Mapping):
-        return {name: _replaced(each, copies) for name, each in value.items()}
-    return type(value)(_replaced(each, copies) for each in value) if type(value) in (list, tuple) else value
-
-
 def _tensors_of(value: Any) -> dict[tuple[Any, ...], Tensor]:
     """Gives the tensors in nested dicts, lists and tuples by where their values lie."""
-    if isinstance(value, Tensor):
-        return {tensor_place(value): value}
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return {place: tensor for part in parts for place, tensor in _tensors_of(part).items()}
+    return {tensor_place(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
 def bytes_of(value: Any) -> int:

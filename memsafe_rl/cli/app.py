@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from memsafe_rl.cli.arguments import of_a_plan, read_request, require
-from memsafe_rl.cli.teaching import show_train_help, show_verify_help
+from memsafe_rl.cli.teaching import OPTIONS, show_train_help, show_verify_help
 from memsafe_rl.config.values import check_choice
 from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
 from memsafe_rl.preflight.cards import read_card
@@ -43,12 +43,13 @@ def show_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def option(words: str, *flags: str, **more: Any) -> Any:
+    """Declares an option whose words `templates/help.yaml` has."""
+    return typer.Option(*flags, **OPTIONS[words], **more)  # type: ignore[misc]
+
+
 @app.callback()
-def main(
-    show: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+def main(show: Annotated[bool, option("version", "--version", callback=show_version, is_eager=True)] = False) -> None:
     """Train models with GRPO and PPO within a memory budget, without changing the mathematics."""
 
 
@@ -62,10 +63,8 @@ class RunCommand(TyperCommand):
 
 _TAKES_SETTINGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 Words = Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Simulate = Annotated[
-    str | None, typer.Option("--simulate", help="Run on a simulated device of this size, such as 2GiB, on the CPU.")
-]
+Json = Annotated[bool, option("json", "--json")]
+Simulate = Annotated[str | None, option("simulate")]
 
 
 def tell(module: Any, as_json: bool, found: Any) -> None:
@@ -95,7 +94,7 @@ def plain_errors() -> Iterator[None]:
 @app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
 def train(
     words: Words = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved run and exit.")] = False,
+    print_config: Annotated[bool, option("print config", "--print-config")] = False,
     simulate: Simulate = None,
 ) -> None:
     """Train a model: a run file, flags that override it, or both."""
@@ -129,42 +128,13 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
 )
 def plan(
     words: Words = None,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            "--gpu",
-            metavar="SIZE or NAME",
-            help="The card's memory, such as 24GiB, or its name, such as 'RTX 4090', for an estimate of seconds too.",
-        ),
-    ] = "24GiB",
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option("--prompt-tokens", min=1, help="Longest prompt; else the dataset's, max_prompt_length, or 512."),
-    ] = None,
-    load_in_4bit: Annotated[
-        bool, typer.Option("--load-in-4bit", help="Load the base model in 4 bits (needs --peft).")
-    ] = False,
-    reward_model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--reward-model",
-            metavar="NAME",
-            help="A reward model: a known name, a folder or a config.json; repeatable. Those in reward_funcs are "
-            "counted anyway.",
-        ),
-    ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks; the table shows one of them.")] = 1,
-    sharding: Annotated[
-        str,
-        typer.Option(
-            "--sharding",
-            metavar="none|zero1|zero2|zero3|fsdp",
-            help="How the ranks would shard the state; this library trains with none and fsdp.",
-        ),
-    ] = "none",
-    find: Annotated[
-        bool, typer.Option("--find", help="Also search cards, lengths, groups and ranks, and confirm the results.")
-    ] = False,
+    gpu: Annotated[str, option("gpu of a plan")] = "24GiB",
+    prompt_tokens: Annotated[int | None, option("prompt tokens", min=1)] = None,
+    load_in_4bit: Annotated[bool, option("load in 4 bits", "--load-in-4bit")] = False,
+    reward_model: Annotated[list[str] | None, option("reward model")] = None,
+    ranks: Annotated[int, option("ranks", min=1)] = 1,
+    sharding: Annotated[str, option("sharding")] = "none",
+    find: Annotated[bool, option("find", "--find")] = False,
     as_json: Json = False,
 ) -> None:
     """Forecast a run's memory before it starts: no GPU, no weights, no hub.
@@ -192,10 +162,8 @@ def plan(
 @app.command(**_TAKES_SETTINGS, options_metavar="--model NAME --dataset FILE --reward-funcs NAME [--name value ...]")
 def init(
     words: Words = None,
-    gpu: Annotated[
-        str, typer.Option("--gpu", metavar="SIZE or NAME", help="The card's memory, such as 24GiB, or its name.")
-    ] = "24GiB",
-    output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The run file to write.")] = "run.yaml",
+    gpu: Annotated[str, option("gpu")] = "24GiB",
+    output: Annotated[str, option("output of init", "--output", "-o")] = "run.yaml",
 ) -> None:
     """Write a commented run file that fits a card: all weights if the forecast allows, else LoRA, else 4 bits.
 
@@ -211,14 +179,7 @@ def init(
 @app.command("explain-oom", no_args_is_help=True)
 def explain_oom(
     source: Annotated[str, typer.Argument(metavar="FILE|-", help="Log, traceback or message; - reads standard input.")],
-    config: Annotated[
-        str | None,
-        typer.Option(
-            "--config",
-            metavar="PATH",
-            help="The run's folder, run file or config.json; identifies the tensor that did not fit.",
-        ),
-    ] = None,
+    config: Annotated[str | None, option("config of a failure")] = None,
     vocab: Annotated[int | None, typer.Option(help="Rows of the output head.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences per micro-batch.")] = None,
     seq_len: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
@@ -242,28 +203,10 @@ def explain_oom(
 
 @app.command(epilog="Exit code: 0 if healthy, 1 if something is wrong or not as expected, 2 if a file cannot be read.")
 def doctor(
-    files: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[accelerate FILE]", help="Also check a file of `accelerate launch --config_file`."),
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="RUN.yaml", help="Also check a run file of `memsafe-rl train`.")
-    ] = None,
-    script: Annotated[
-        str | None,
-        typer.Option(
-            "--script", metavar="TRAIN.py", help="Check that a script configures PyTorch's allocator in time."
-        ),
-    ] = None,
-    expect: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--expect",
-            metavar="KEY=VALUE",
-            help="A fact that must hold: torch=2.13.0, gpus>=1, gpu_free>=20GiB, ram>=64GiB, cores, python, an "
-            "environment variable, or a key of the files, such as distributed_type=NO. Repeatable.",
-        ),
-    ] = None,
+    files: Annotated[list[str] | None, typer.Argument(**OPTIONS["accelerate"])] = None,
+    config: Annotated[str | None, option("config to check")] = None,
+    script: Annotated[str | None, option("script")] = None,
+    expect: Annotated[list[str] | None, option("expect")] = None,
     as_json: Json = False,
 ) -> None:
     """Check the environment for what costs memory, time or a run: allocator, cards, versions, threads, files.
@@ -287,10 +230,10 @@ def doctor(
 
 @app.command()
 def monitor(
-    pid: Annotated[int | None, typer.Option("--pid", min=1, help="Process of the run.")] = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="DIR", help="The run's output_dir.")] = None,
+    pid: Annotated[int | None, option("pid", min=1)] = None,
+    run: Annotated[str | None, option("run")] = None,
     as_json: Json = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second until Ctrl+C.")] = False,
+    watch: Annotated[bool, option("watch", "--watch")] = False,
 ) -> None:
     """Show a run's status: card, budget, peaks by phase, retries, other processes, and advice.
 
@@ -305,9 +248,7 @@ def monitor(
 @app.command(no_args_is_help=True)
 def report(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run's output_dir.")],
-    output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Output file; default: report.html in RUN_DIR.")
-    ] = None,
+    output: Annotated[str | None, option("output of report", "--output", "-o")] = None,
 ) -> None:
     """Write a run's memory and learning as one self-contained HTML page; works during training too.
 
@@ -321,9 +262,7 @@ def report(
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's output_dir, or a checkpoint.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="A new folder.")],
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; default: as the base.")
-    ] = None,
+    dtype: Annotated[str | None, option("dtype of export")] = None,
 ) -> None:
     """Write a run's weights as one folder that transformers and vLLM load: adapter merged, with a model card.
 

@@ -64,17 +64,15 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
     facts = dict(facts_of(environment))
     findings = list(check_environment(environment))
     launched = None if launch is None else read_launch_file(Path(launch))
-    settings = None if run is None else read_run_file(Path(run))
-    model = None if settings is None or settings.get("model") is None else str(settings["model"])
-    parameters = None if model is None else parameters_of(model)
-    processes = 1
+    settings = {} if run is None else read_run_file(Path(run))
+    parameters = None if settings.get("model") is None else parameters_of(str(settings["model"]))
+    content = launched if isinstance(launched, Mapping) else {}
+    count = content.get("num_processes")
+    processes = count if isinstance(count, int) and count > 0 else 1
     if launch is not None:
         findings += _of_launch_file(launched, launch, environment, parameters)
-        content = launched if isinstance(launched, Mapping) else {}
         facts |= _spelled(content)
-        count = content.get("num_processes")
-        processes = count if isinstance(count, int) and count > 0 else 1
-    if run is not None and settings is not None:
+    if run is not None:
         findings += check_run_file(settings, run, environment, parameters=parameters, processes=processes)
         findings += _unreadable(run)
         facts |= _spelled(settings)
@@ -97,9 +95,7 @@ def _spelled(content: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _of_launch_file(
-    content: object, name: str, environment: Environment, parameters: int | None
-) -> tuple[Finding, ...]:
+def _of_launch_file(content: object, name: str, machine: Environment, parameters: int | None) -> tuple[Finding, ...]:
     # accelerate takes seconds to import.
     config = importlib.import_module("accelerate.commands.config.config_args")
     utils = importlib.import_module("accelerate.utils")
@@ -109,14 +105,13 @@ def _of_launch_file(
     found = check_launch_file(
         content,
         name,
-        environment,
+        machine,
         keys=tuple(known.__dataclass_fields__),
         distributed_types=tuple(kind.value for kind in kinds),
         precisions=tuple(kind.value for kind in utils.PrecisionType),
     )
-    if not isinstance(content, Mapping):
-        return found
-    return (*found, *check_launch_memory(content, name, environment, parameters=parameters))
+    more = check_launch_memory(content, name, machine, parameters=parameters) if isinstance(content, Mapping) else ()
+    return (*found, *more)
 
 
 def _unreadable(run: str) -> tuple[Finding, ...]:
@@ -264,18 +259,13 @@ def show(found: Examination, console: Console) -> None:
         console.print()
     differing = [expectation for expectation in found.expectations if not expectation.met]
     if differing:
-        _show_differences(differing, console)
+        table = Table("fact", "expected", "is", title="Not as expected", title_justify="left")
+        for fact in differing:
+            relation = "" if fact.relation == "=" else f"{fact.relation} "
+            table.add_row(fact.key, f"{relation}{fact.value}", "unknown" if fact.actual is None else fact.actual)
+        console.print(table)
     console.print(Text(_count(found, len(differing)), style="bold"), highlight=False)
     console.print(found.summary, style="dim", highlight=False, soft_wrap=True)
-
-
-def _show_differences(differing: Sequence[Expectation], console: Console) -> None:
-    table = Table("fact", "expected", "is", title="Not as expected", title_justify="left")
-    for expectation in differing:
-        relation = "" if expectation.relation == "=" else f"{expectation.relation} "
-        there = "unknown" if expectation.actual is None else expectation.actual
-        table.add_row(expectation.key, f"{relation}{expectation.value}", there)
-    console.print(table)
 
 
 def _count(found: Examination, differing: int) -> str:

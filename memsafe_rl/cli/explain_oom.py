@@ -241,10 +241,8 @@ def _figures(found: Explanation) -> Table:
 
 
 def _show_tensors(found: Explanation, console: Console) -> None:
-    if not found.tensors:
-        return
-    guessed = found.tensors[0].guessed
-    if len(found.tensors) == 1 and not guessed:
+    guessed = any(tensor.guessed for tensor in found.tensors)
+    if len(found.tensors) < 2 and not guessed:
         return
     title = "Guesses: tensors of this size" if guessed else "Tensors of this size"
     console.print(Text(f"\n{title}", style="bold"))

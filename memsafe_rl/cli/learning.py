@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from memsafe_rl.cli.charts import COLORS, Drawing, Plot, Series, draw_all
-from memsafe_rl.diagnostics.run_figures import number
+from memsafe_rl.diagnostics.run_figures import column, known, number
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder
 from memsafe_rl.units import percent, plain, scientific
 
@@ -97,7 +97,7 @@ class _Curves:
         groups: dict[str, list[str]] = {}
         constants: list[tuple[str, str]] = []
         for name in names:
-            values = {value for record in self.records if (value := number(record.get(name))) is not None}
+            values = set(known(self.records, name))
             if len(values) == 1 and len(self.records) > 1:
                 constants.append((name, plain(values.pop())))
             else:
@@ -124,7 +124,7 @@ class _Curves:
 
     def _line(self, name: str, label: str, color: int, *, dashed: bool = False) -> Series:
         self._drawn.add(name)
-        return Series(label, [number(record.get(name)) for record in self.records], color % COLORS, dashed=dashed)
+        return Series(label, column(self.records, name), color % COLORS, dashed=dashed)
 
 
 def _others(curves: _Curves, logs: Sequence[Record]) -> Section:

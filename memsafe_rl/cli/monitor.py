@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +32,11 @@ _CROWDED_SHARE = 0.05  # share of a card held by other processes that is worth a
 _STRANDED_SHARE = 0.2  # share of reserved bytes without a tensor that counts as fragmentation
 _ROOMY_SHARE = 0.5  # share of the budget below which a larger model or longer completions would fit
 _BAR_CELLS = 24
+_METRICS = {
+    "step_time": "{:.2f} s a step",
+    "reward": "reward {:.3f}",
+    "completions/mean_length": "{:.0f} tokens a completion",
+}
 _STYLES = {Headroom.SAFE: "green", Headroom.EDGE: "yellow", Headroom.DANGER: "bold red"}
 
 
@@ -50,6 +56,41 @@ class Sighting:
     status: Mapping[str, Any]
     age_seconds: float
     liveness: Liveness  # whether its process still exists
+
+    def count(self, name: str) -> int:
+        """Gives a number of the status; 0 where it has none."""
+        return int(self.status.get(name) or 0)
+
+    @property
+    def device(self) -> Mapping[str, Any]:
+        """What the run's device is."""
+        return self.status.get("device") or {}
+
+    @property
+    def budget_bytes(self) -> int:
+        """What the run may hold, at least 1, to divide by."""
+        return max(1, self.count("budget_bytes"))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak to compare with the budget: the last step's, else the highest so far."""
+        last = self.status.get("last_step_peak_bytes") or {}
+        return int(max(last.values(), default=self.count("peak_bytes")))
+
+    @property
+    def band(self) -> Headroom:
+        """The headroom of the last step."""
+        return headroom_of(self.peak_bytes, self.budget_bytes)
+
+    def card(self, cards: Sequence[Card]) -> Card | None:
+        """Finds the run's card."""
+        uuid = str(self.device.get("uuid") or "").removeprefix("GPU-")
+        return next((card for card in cards if uuid and card.uuid.removeprefix("GPU-") == uuid), None)
+
+    def neighbours(self, cards: Sequence[Card]) -> tuple[CardProcess, ...]:
+        """Lists the other processes on the run's card."""
+        card = self.card(cards)
+        return () if card is None else tuple(found for found in card.processes if found.pid != self.status.get("pid"))
 
 
 @dataclass(frozen=True)
@@ -106,120 +147,84 @@ def look(run_dir: Path | None) -> View:
         return View(cards, runs=tuple((pid, str(folder)) for pid, folder in runs_alive()))
     first = read_json(run_dir / STATUS_FILE) or {}
     others = (read_json(run_dir / status_file(rank)) for rank in range(1, int(first.get("world_size", 1))))
-    now = time.time()
-    return View(cards, tuple(_seen(status, now) for status in (first, *others) if status))
+    return View(cards, tuple(_seen(status) for status in (first, *others) if status))
 
 
-def _seen(status: Mapping[str, Any], now: float) -> Sighting:
-    age = max(0.0, now - float(status.get("written", 0.0)))
-    return Sighting(status, age, _liveness(status, age))
-
-
-def _liveness(status: Mapping[str, Any], age_seconds: float) -> Liveness:
-    """Decides by the file's age, and by the process if it is on this machine."""
-    if status.get("state") != "training":
-        return Liveness.ENDED
+def _seen(status: Mapping[str, Any]) -> Sighting:
+    """Judges a status by its age, and by the process if it is on this machine."""
+    age = max(0.0, time.time() - float(status.get("written", 0.0)))
     here = status.get("host") == socket.gethostname()
-    if here and process_started(int(status.get("pid", -1))) != status.get("process_started"):
-        return Liveness.GONE
-    return Liveness.ALIVE if age_seconds < _FRESH_SECONDS else Liveness.SILENT
-
-
-def card_of(status: Mapping[str, Any], cards: Sequence[Card]) -> Card | None:
-    """Finds a run's card."""
-    uuid = str(status.get("device", {}).get("uuid") or "")
-    return next((card for card in cards if uuid and card.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-")), None)
-
-
-def neighbours(status: Mapping[str, Any], cards: Sequence[Card]) -> tuple[CardProcess, ...]:
-    """Lists the other processes on a run's card."""
-    card = card_of(status, cards)
-    return () if card is None else tuple(found for found in card.processes if found.pid != status.get("pid"))
-
-
-def step_peak_bytes(status: Mapping[str, Any]) -> int:
-    """Gives the peak to compare with the budget: the last step's, else the highest so far."""
-    last = status.get("last_step_peak_bytes") or {}
-    return int(max(last.values(), default=status.get("peak_bytes", 0)))
-
-
-def band(status: Mapping[str, Any]) -> Headroom:
-    """Gives the headroom of a run's last step."""
-    return headroom_of(step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1))))
+    liveness = Liveness.ALIVE if age < _FRESH_SECONDS else Liveness.SILENT
+    if status.get("state") != "training":
+        liveness = Liveness.ENDED
+    elif here and process_started(int(status.get("pid", -1))) != status.get("process_started"):
+        liveness = Liveness.GONE
+    return Sighting(status, age, liveness)
 
 
 def advice(seen: Sighting, cards: Sequence[Card]) -> str:
     """Advises in one sentence on what matters most."""
-    return _advice_on_life(seen) or _advice_on_allocator(seen.status, cards) or _advice_on_budget(seen.status)
+    return next(_advice_on_life(seen), "") or next(_advice_on_memory(seen, cards))
 
 
-def _advice_on_life(seen: Sighting) -> str:
+def _advice_on_life(seen: Sighting) -> Iterator[str]:
+    """Yields what is to be said of a run that no longer trains."""
+    if seen.liveness is Liveness.ALIVE:
+        return
     status, ago = seen.status, duration(round(seen.age_seconds), decimals=0)
+    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
+    way_on = "It left no checkpoint; start it again."
+    if saved:
+        way_on = f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."
     if seen.liveness is Liveness.GONE:
-        return (
+        yield (
             f"Process {status.get('pid')} died without an error, {ago} after its last status: the system killed it "
-            f"or the machine restarted; look for the kernel's out-of-memory killer in dmesg. {_way_on(status)}"
+            f"or the machine restarted; look for the kernel's out-of-memory killer in dmesg. {way_on}"
         )
     if seen.liveness is Liveness.SILENT:
-        return f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
+        yield f"The run has written no status for {ago}, though it should every second: it is suspended or hangs."
     if seen.liveness is Liveness.ENDED and status.get("state") == "finished":
-        return "The run has finished; memsafe-rl report shows its results."
+        yield "The run has finished; memsafe-rl report shows its results."
     if seen.liveness is Liveness.ENDED:
         why = str(status.get("ended_by") or "").split("\n")[0]
-        return f"The run was stopped{f' by {why}' if why else ''}. {_way_on(status)}"
-    return ""
+        yield f"The run was stopped{f' by {why}' if why else ''}. {way_on}"
 
 
-def _way_on(status: Mapping[str, Any]) -> str:
-    """Says from where a run can be resumed, if from anywhere."""
-    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
-    if not saved:
-        return "It left no checkpoint; start it again."
-    return f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."
-
-
-def _advice_on_allocator(status: Mapping[str, Any], cards: Sequence[Card]) -> str:
-    total = max(1, int(status.get("device", {}).get("total_bytes", 1)))
-    crowd = sum(found.used_bytes or 0 for found in neighbours(status, cards))
+def _advice_on_memory(seen: Sighting, cards: Sequence[Card]) -> Iterator[str]:
+    """Yields what is to be said of a run's memory, what matters most first."""
+    total, peak, budget = max(1, int(seen.device.get("total_bytes", 1))), seen.peak_bytes, seen.budget_bytes
+    crowd = sum(found.used_bytes or 0 for found in seen.neighbours(cards))
     if crowd >= _CROWDED_SHARE * total:
-        return (
-            f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget by that much."
+        yield f"Other processes hold {format_bytes(crowd)} of this card: end them, or lower memory_budget by that much."
+    if retries := seen.count("allocator_retries"):
+        yield (
+            f"The allocator emptied its cache {retries} times to find a block, which costs speed: set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
         )
-    reserved, allocated = status.get("reserved_bytes"), int(status.get("allocated_bytes", 0))
-    if status.get("allocator_retries"):
-        return (
-            f"The allocator emptied its cache {status['allocator_retries']} times to find a block, which costs "
-            "speed: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start, or lower memory_budget."
-        )
-    stranded = (reserved or 0) - allocated
-    worth_telling = reserved and stranded >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
-    if worth_telling and band(status) is not Headroom.SAFE:
-        return (
+    reserved = seen.count("reserved_bytes")
+    stranded = reserved - seen.count("allocated_bytes")
+    fragmented = reserved and stranded >= max(_STRANDED_SHARE * reserved, _CROWDED_SHARE * total)
+    if fragmented and seen.band is not Headroom.SAFE:
+        yield (
             f"{format_bytes(stranded)} are reserved but hold no tensor: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the start."
         )
-    return ""
-
-
-def _advice_on_budget(status: Mapping[str, Any]) -> str:
-    peak, budget = step_peak_bytes(status), max(1, int(status.get("budget_bytes", 1)))
-    found, failures = band(status), int(status.get("failures", 0))
-    if found is Headroom.DANGER:
-        return (
+    if seen.band is Headroom.DANGER:
+        yield (
             "The last step came close to the budget: a longer batch may fail once before a leaner plan takes over. "
             "If that happens often, lower max_completion_length or raise memory_budget."
         )
-    if failures:
-        return (
+    if failures := seen.count("failures"):
+        yield (
             f"{failures} allocations failed and their work was repeated: only time was lost, and later plans take "
             "it into account."
         )
-    if found is Headroom.EDGE:
-        return "Little room is left, but the plans keep within it; nothing needs to be done."
-    if step_peak_bytes(status) and peak < _ROOMY_SHARE * budget:
+    if seen.band is Headroom.EDGE:
+        yield "Little room is left, but the plans keep within it; nothing needs to be done."
+    if 0 < peak < _ROOMY_SHARE * budget:
         spare = format_bytes(int(SAFE_SHARE * budget) - peak)
-        return f"{spare} are free before it gets tight: longer completions or a larger model would fit."
-    return "The run stays well within its budget; nothing needs to be done."
+        yield f"{spare} are free before it gets tight: longer completions or a larger model would fit."
+    yield "The run stays well within its budget; nothing needs to be done."
 
 
 def as_json(view: View) -> str:
@@ -235,8 +240,8 @@ def as_json(view: View) -> str:
     }
     if run is not None:
         content |= {
-            "band": str(band(run.status)),
-            "neighbours": [asdict(found) for found in neighbours(run.status, view.cards.cards)],
+            "band": str(run.band),
+            "neighbours": [asdict(found) for found in run.neighbours(view.cards.cards)],
             "advice": advice(run, view.cards.cards),
         }
     return json.dumps(content)
@@ -249,21 +254,20 @@ def _plain(seen: Sighting) -> dict[str, Any]:
 def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool, console: Console) -> None:
     """Shows a run once, or every second until Ctrl+C."""
     folder = find_run(pid, run)
-    if not watch and not json_output:
-        console.print(render(look(folder)))
+    if not watch:
+        if json_output:
+            print(as_json(look(folder)), flush=True)
+        else:
+            console.print(render(look(folder)))
         return
-    try:
+    with suppress(KeyboardInterrupt):
         while json_output:
             print(as_json(look(folder)), flush=True)
-            if not watch:
-                return
             time.sleep(_REFRESH_SECONDS)
         with Live(render(look(folder)), console=console, auto_refresh=False, transient=False) as live:
             while True:
                 time.sleep(_REFRESH_SECONDS)
                 live.update(render(look(folder)), refresh=True)
-    except KeyboardInterrupt:
-        return
 
 
 # ---------------------------------------------------------------------- what is printed
@@ -271,26 +275,18 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
 
 def render(view: View) -> RenderableType:
     """Renders a view as text."""
-    run = view.run
-    parts = [_about_others(view.runs)] if run is None else _about_run(run, view)
-    parts.append(_about_cards(view, run))
-    if run is not None:
-        style = _STYLES[band(run.status)] if run.liveness is Liveness.ALIVE else "bold"
-        parts.append(Text.assemble(("\n→ ", style), advice(run, view.cards.cards)))
-    return Group(*parts)
-
-
-def _about_run(seen: Sighting, view: View) -> list[RenderableType]:
-    status = seen.status
-    parts: list[RenderableType] = [_heading(seen), _progress(seen), Text(""), _device(status)]
-    parts += [Text(""), _phases(status), Text(""), _counters(status)]
-    beside = neighbours(status, view.cards.cards)
-    for found in beside:
+    run, cards = view.run, view.cards.cards
+    if run is None:
+        return Group(_about_others(view.runs), _about_cards(view))
+    parts: list[RenderableType] = [_heading(run), _progress(run), Text(""), _device(run)]
+    parts += [Text(""), _phases(run), Text(""), _counters(run)]
+    for found in run.neighbours(cards):
         held = "an unknown amount" if found.used_bytes is None else format_bytes(found.used_bytes)
         parts.append(Text(f"also on this card: process {found.pid} {found.name}, {held}", style="yellow"))
     if len(view.ranks) > 1:
         parts.append(_ranks(view.ranks))
-    return parts
+    style = _STYLES[run.band] if run.liveness is Liveness.ALIVE else "bold"
+    return Group(*parts, _about_cards(view), Text.assemble(("\n→ ", style), advice(run, cards)))
 
 
 def _heading(seen: Sighting) -> Text:
@@ -318,50 +314,45 @@ def _progress(seen: Sighting) -> Text:
         done = f" ({sampling[0]} of {sampling[1]} completions ended)" if sampling else ""
         phase = str(status.get("phase"))
         facts.append("between phases" if phase == "load" else f"in {phase}{done}")
-    if "step_time" in metrics:
-        facts.append(f"{metrics['step_time']:.2f} s a step")
-    if "reward" in metrics:
-        facts.append(f"reward {metrics['reward']:.3f}")
-    if "completions/mean_length" in metrics:
-        facts.append(f"{metrics['completions/mean_length']:.0f} tokens a completion")
+    facts += [form.format(metrics[name]) for name, form in _METRICS.items() if name in metrics]
     return Text(" · ".join(facts))
 
 
-def _device(status: Mapping[str, Any]) -> Table:
+def _device(seen: Sighting) -> Table:
     columns = Column(style="cyan", no_wrap=True), Column(justify="right", no_wrap=True), Column(style="dim")
-    device, table = status.get("device", {}), Table.grid(*columns, padding=(0, 2))
-    capability = device.get("capability")
-    about = device.get("name", "") if capability is None else f"{device.get('name')}, capability {capability}"
-    table.add_row("device", format_bytes(int(device.get("total_bytes", 0))), about)
-    budget, peak, found = int(status.get("budget_bytes", 0)), step_peak_bytes(status), band(status)
-    share = f"the last step's peak is {peak / max(1, budget):.1%} of it: "
-    table.add_row("budget", format_bytes(budget), Text.assemble(share, (found.value, _STYLES[found])))
+    status, device, table = seen.status, seen.device, Table.grid(*columns, padding=(0, 2))
+    name, capability = device.get("name", ""), device.get("capability")
+    share = f"the last step's peak is {seen.peak_bytes / seen.budget_bytes:.1%} of it: "
     exact = status.get("counts_tensors", True)
-    whose = "live tensors" if exact else "the whole process, Python and libraries included"
-    table.add_row("allocated", format_bytes(int(status.get("allocated_bytes", 0))), whose)
-    if status.get("reserved_bytes") is not None:
-        table.add_row("reserved", format_bytes(int(status["reserved_bytes"])), "by PyTorch's allocator")
-    table.add_row("peak", format_bytes(int(status.get("peak_bytes", 0))), "since the run began")
-    if status.get("free_bytes") is not None:
-        whom = {"cuda": "for the driver", "host": "for the operating system"}.get(device.get("kind"), "on the device")
-        table.add_row("free", format_bytes(int(status["free_bytes"])), f"{whom}, after the last step")
+    whom = {"cuda": "for the driver", "host": "for the operating system"}.get(str(device.get("kind")), "on the device")
+    rows: tuple[tuple[str, Any, str | Text], ...] = (
+        ("device", device.get("total_bytes", 0), name if capability is None else f"{name}, capability {capability}"),
+        ("budget", seen.count("budget_bytes"), Text.assemble(share, (seen.band.value, _STYLES[seen.band]))),
+        (
+            "allocated",
+            seen.count("allocated_bytes"),
+            "live tensors" if exact else "the whole process, Python and libraries included",
+        ),
+        ("reserved", status.get("reserved_bytes"), "by PyTorch's allocator"),
+        ("peak", seen.count("peak_bytes"), "since the run began"),
+        ("free", status.get("free_bytes"), f"{whom}, after the last step"),
+    )
+    for title, size, about in rows:
+        if size is not None:
+            table.add_row(title, format_bytes(int(size)), about)
     return table
 
 
-def _phases(status: Mapping[str, Any]) -> Table:
+def _phases(seen: Sighting) -> Table:
     table = _table("phase", "highest peak", "last step", "planned", "of the budget", left=("phase", "of the budget"))
-    last, planned = status.get("last_step_peak_bytes") or {}, status.get("predicted_bytes") or {}
-    budget = max(1, int(status.get("budget_bytes", 1)))
-    peaks = status.get("phase_peak_bytes") or {}
+    peaks, *others = (
+        seen.status.get(name) or {} for name in ("phase_peak_bytes", "last_step_peak_bytes", "predicted_bytes")
+    )
     for name in sorted(peaks, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES)):
-        peak = peaks[name]
-        table.add_row(
-            name,
-            format_bytes(int(peak)),
-            format_bytes(int(last[name])) if name in last else "-",
-            format_bytes(int(planned[name])) if name in planned else "-",
-            _bar(peak / budget, _STYLES[headroom_of(int(peak), budget)]),
-        )
+        peak = int(peaks[name])
+        sizes = (format_bytes(int(sizes[name])) if name in sizes else "-" for sizes in others)
+        bar = _bar(peak / seen.budget_bytes, _STYLES[headroom_of(peak, seen.budget_bytes)])
+        table.add_row(name, format_bytes(peak), *sizes, bar)
     return table
 
 
@@ -375,23 +366,24 @@ def _bar(share: float, style: str) -> Text:
     return Text.assemble(("█" * filled, style), ("░" * (_BAR_CELLS - filled), "dim"), f" {share:.0%}")
 
 
-def _counters(status: Mapping[str, Any]) -> Text:
-    retries, ooms = int(status.get("allocator_retries", 0)), int(status.get("allocator_ooms", 0))
-    failures, repeated = int(status.get("failures", 0)), int(status.get("retries", 0))
-    if not any((retries, ooms, failures, repeated)):
+def _counters(seen: Sighting) -> Text:
+    names = ("allocator_retries", "allocator_ooms", "failures", "retries")
+    retries, ooms, failures, repeated = counts = [seen.count(name) for name in names]
+    if not any(counts):
         return Text("no allocation was refused or retried", style="dim")
-    counts = f"allocator: {retries} retries, {ooms} out-of-memory errors · run: {failures} failures, {repeated} repeats"
-    return Text(counts, style="yellow")
+    return Text(
+        f"allocator: {retries} retries, {ooms} out-of-memory errors · run: {failures} failures, {repeated} repeats",
+        style="yellow",
+    )
 
 
 def _ranks(ranks: Sequence[Sighting]) -> Table:
     table = _table("rank", "process", "allocated", "last step's peak", "band")
     for number, seen in enumerate(ranks):
-        found = band(seen.status)
-        state = Text(found.value, style=_STYLES[found]) if seen.liveness is Liveness.ALIVE else Text(seen.liveness)
-        allocated = format_bytes(int(seen.status.get("allocated_bytes", 0)))
-        rank = str(seen.status.get("rank", number))
-        table.add_row(rank, str(seen.status.get("pid")), allocated, format_bytes(step_peak_bytes(seen.status)), state)
+        alive = seen.liveness is Liveness.ALIVE
+        state = Text(seen.band.value, style=_STYLES[seen.band]) if alive else Text(seen.liveness)
+        names = str(seen.status.get("rank", number)), str(seen.status.get("pid"))
+        table.add_row(*names, *map(format_bytes, (seen.count("allocated_bytes"), seen.peak_bytes)), state)
     return table
 
 
@@ -402,9 +394,10 @@ def _about_others(runs: Sequence[tuple[int, str]]) -> RenderableType:
     return Text(f"You have several live runs; choose one:\n{listed}\n")
 
 
-def _about_cards(view: View, run: Sighting | None) -> RenderableType:
+def _about_cards(view: View) -> RenderableType:
+    run = view.run
     if not view.cards.cards:
-        kind = "" if run is None else str(run.status.get("device", {}).get("kind"))
+        kind = "" if run is None else str(run.device.get("kind"))
         counted = {
             "simulated": " The run's figures are those of a simulated device.",
             "host": " The run's figures are those of host memory.",
@@ -413,7 +406,7 @@ def _about_cards(view: View, run: Sighting | None) -> RenderableType:
     titles = ("card", "name", "capability", "total", "used", "free", "busy", "processes")
     table = _table(*titles, left=("card", "name", "processes"), no_wrap=False)
     table.title, table.title_justify, table.title_style = "\nCards, by " + view.cards.source, "left", "dim"
-    own = None if run is None else card_of(run.status, view.cards.cards)
+    own = None if run is None else run.card(view.cards.cards)
     for card in view.cards.cards:
         table.add_row(
             f"{card.index}{' *' if own is not None and own.uuid == card.uuid else ''}",

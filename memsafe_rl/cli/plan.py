@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,12 @@ def wish(
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
     """Forecasts a run, and searches for what else would fit."""
-    bar = Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    )
-    bar.disable = console is None
-    with bar:
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=console is None) as bar:
         task = bar.add_task("running a step on tensors without bytes")
-        ingredients = _ingredients(wanted)
-        forecast = _first_forecast(wanted, ingredients)
-        bar.update(task, description="searching for what else fits")
+        search = _Search(wanted, _ingredients(wanted), lambda text: bar.update(task, description=text))
+        forecast = search.first_forecast()
+        search.tell("searching for what else fits")
         policy: MemoryPolicy = chosen_policy(wanted.run.fields.memory_policy, wanted.run.config)
         scout = Scout(policy, "cuda", forecast.budget_bytes, dict(forecast.corrections), forecast.stranded_bytes)
         findings = Findings(
@@ -109,16 +106,13 @@ def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryFo
             lever=_lever(forecast, wanted),
         )
         if find and forecast.refusal is None:
-
-            def tell(text: str) -> None:
-                bar.update(task, description=text)
-
-            findings = _found(findings, forecast, scout, wanted, ingredients, tell)
+            findings = search.further(findings, forecast, scout)
     return forecast, findings
 
 
 def as_json(forecast: MemoryForecast, findings: Findings) -> str:
     """Writes the results as one JSON object, ``predicted_peak_bytes`` first."""
+    names = ("num_generations", "lora_rank", "longest_completion", "proved")
     more = {
         "band": headroom_of(forecast.peak_bytes, forecast.budget_bytes).value,
         "lever": findings.lever,
@@ -128,13 +122,7 @@ def as_json(forecast: MemoryForecast, findings: Findings) -> str:
         "smallest_card_gib": findings.smallest_card,
         "cards": {str(size): {"peak_bytes": peak, "fits": fits} for size, (peak, fits) in findings.cards.items()},
         "frontier": [
-            {
-                "num_generations": group,
-                "lora_rank": rank,
-                "longest_completion": tokens,
-                "proved": (group, rank) in findings.confirmed,
-            }
-            for group, rank, tokens in findings.frontier
+            dict(zip(names, (*entry, entry[:2] in findings.confirmed), strict=True)) for entry in findings.frontier
         ],
     }
     return json.dumps({**forecast.plain(), **more}, indent=1)
@@ -144,9 +132,8 @@ def show(wanted: Wish, forecast: MemoryForecast, findings: Findings, console: Co
     """Prints the results."""
     console.print(_table(wanted, forecast))
     style = "bold green" if forecast.fits else "bold red"
-    console.print(
-        Text(forecast.sentence().partition(" To change:")[0], style=style)
-    )  # which names arguments, not flags
+    told = forecast.sentence().partition(" To change:")[0]  # what follows names arguments, not flags
+    console.print(Text(told, style=style))
     if forecast.refusal is None:
         console.print(_plan_lines(forecast))
     for line in _finding_lines(forecast, findings):
@@ -203,105 +190,101 @@ def _tokenizer(model: str, trust_remote_code: bool) -> Any:
         ) from error
 
 
-def _forecast(wanted: Wish, given: Mapping[str, Any], **changes: Any) -> MemoryForecast:
-    config = copy.copy(wanted.run.config)
-    for name, value in changes.pop("settings", {}).items():
-        setattr(config, name, value)
-    return forecast_memory(
-        str(wanted.run.fields.model),
-        config,
-        **{"device_bytes": wanted.device_bytes, "prompt_tokens": wanted.prompt_tokens, **given, **changes},
-    )
+@dataclass(frozen=True)
+class _Search:
+    """Forecasts of a run, and of what would fit beside it."""
 
+    wanted: Wish
+    given: Mapping[str, Any]  # arguments of every forecast
+    tell: Callable[[str], None]  # shows what is being done
 
-def _first_forecast(wanted: Wish, given: Mapping[str, Any]) -> MemoryForecast:
-    try:
-        return _forecast(wanted, given, speed=wanted.speed)
-    except MemsafeError:
-        raise
-    except Exception as error:  # of any kind: it comes from inside a network whose config may say anything
-        reason = str(error).split("\n")[0]
-        raise MemsafeError(
-            f"{wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: {reason}), so "
-            "it cannot be forecast. Check the sizes in its config.json; if they are right, use probe_worst_case in the "
-            "run itself."
-        ) from error
+    @property
+    def rank(self) -> int | None:
+        """The rank of the adapter that is trained."""
+        return getattr(self.given["peft_config"], "r", None)
 
+    def forecast(self, *, settings: Mapping[str, Any] | None = None, **changes: Any) -> MemoryForecast:
+        """Forecasts the run, or the run with some settings and arguments changed."""
+        config = copy.copy(self.wanted.run.config)
+        for name, value in (settings or {}).items():
+            setattr(config, name, value)
+        sizes = {"device_bytes": self.wanted.device_bytes, "prompt_tokens": self.wanted.prompt_tokens}
+        return forecast_memory(str(self.wanted.run.fields.model), config, **{**sizes, **self.given, **changes})
 
-def _found(
-    findings: Findings, forecast: MemoryForecast, scout: Scout, wanted: Wish, given: Mapping[str, Any], tell: Any
-) -> Findings:
-    """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows."""
-    started = time.perf_counter()
-    estimates = scout.cards(forecast.job)
-    cards = {size: (found.peak_bytes, found.fits) for size, found in estimates.items()}
-    longest, proofs = findings.longest_completion, 0
-    while longest > 1 and proofs < _PROOFS:
-        tell(f"proving completions of {longest:,} tokens")
-        if _forecast(wanted, given, settings={"max_completion_length": longest}).fits:
-            break
-        longest, proofs = int(_STEP_BACK * longest), proofs + 1
-    smallest = None
-    for size in [size for size, (_, fits) in cards.items() if fits][:_PROOFS]:
-        tell(f"proving a card of {size} GiB")
-        on_card = _forecast(wanted, given, device_bytes=size * 2**30)
-        cards[size] = (on_card.peak_bytes, on_card.fits)
-        if on_card.fits:
-            smallest = size
-            break
-    frontier = _frontier(forecast.job, scout, wanted)
-    own, proved = (forecast.job.group_size, getattr(adapter(wanted.run.fields.peft), "r", None)), proofs < _PROOFS
-    known = {own: longest} if proved else {}
-    known |= _proved_ranks(frontier, own, wanted, given, tell, until=started + _PROVING_SECONDS - 2 * forecast.seconds)
-    return replace(
-        findings,
-        longest_completion=longest,
-        cards=cards,
-        frontier=[(group, rank, known.get((group, rank), tokens)) for group, rank, tokens in frontier],
-        proved=proved,
-        smallest_card=smallest,
-        confirmed=frozenset(known),
-    )
+    def first_forecast(self) -> MemoryForecast:
+        """Forecasts the run as it was asked for."""
+        try:
+            return self.forecast(speed=self.wanted.speed)
+        except MemsafeError:
+            raise
+        except Exception as error:  # of any kind: it comes from inside a network whose config may say anything
+            reason = str(error).split("\n")[0]
+            raise MemsafeError(
+                f"{self.wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: "
+                f"{reason}), so it cannot be forecast. Check the sizes in its config.json; if they are right, use "
+                "probe_worst_case in the run itself."
+            ) from error
 
-
-def _proved_ranks(
-    frontier: Sequence[tuple[int, int | None, int]],
-    own: tuple[int, int | None],
-    wanted: Wish,
-    given: Mapping[str, Any],
-    tell: Any,
-    *,
-    until: float,
-) -> dict[tuple[int, int | None], int]:
-    """Confirms the longest completions of other ranks by forecasts, largest rank first."""
-    found: dict[tuple[int, int | None], int] = {}
-    for group, rank, tokens in sorted(frontier, key=lambda entry: -(entry[1] or 0)):
-        if group != own[0] or rank in (None, own[1]):
-            continue
-        ranked = copy.deepcopy(given["peft_config"])
-        ranked.r = rank
-        for _ in range(_RANK_PROOFS):
-            if tokens < 1 or time.perf_counter() > until:
+    def further(self, findings: Findings, forecast: MemoryForecast, scout: Scout) -> Findings:
+        """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows."""
+        until = time.perf_counter() + _PROVING_SECONDS - 2 * forecast.seconds
+        cards = {size: (found.peak_bytes, found.fits) for size, found in scout.cards(forecast.job).items()}
+        longest, proofs = findings.longest_completion, 0
+        while longest > 1 and proofs < _PROOFS:
+            self.tell(f"proving completions of {longest:,} tokens")
+            if self.forecast(settings={"max_completion_length": longest}).fits:
                 break
-            tell(f"proving rank {rank} with completions of {tokens:,} tokens")
-            changed = {"peft_config": ranked, "settings": {"max_completion_length": tokens}}
-            if _forecast(wanted, given, **changed).fits:
-                found[group, rank] = tokens
+            longest, proofs = int(_STEP_BACK * longest), proofs + 1
+        smallest = None
+        for size in [size for size, (_, fits) in cards.items() if fits][:_PROOFS]:
+            self.tell(f"proving a card of {size} GiB")
+            on_card = self.forecast(device_bytes=size * 2**30)
+            cards[size] = (on_card.peak_bytes, on_card.fits)
+            if on_card.fits:
+                smallest = size
                 break
-            tokens = int(_STEP_BACK * tokens)
-    return found
+        frontier, group, proved = self._frontier(forecast.job, scout), forecast.job.group_size, proofs < _PROOFS
+        known = {(group, self.rank): longest} if proved else {}
+        known |= self._proved_ranks([entry for entry in frontier if entry[0] == group], until)
+        return replace(
+            findings,
+            longest_completion=longest,
+            cards=cards,
+            frontier=[(group, rank, known.get((group, rank), tokens)) for group, rank, tokens in frontier],
+            proved=proved,
+            smallest_card=smallest,
+            confirmed=frozenset(known),
+        )
 
+    def _frontier(self, job: Job, scout: Scout) -> list[tuple[int, int | None, int]]:
+        """Gives the longest completion by group size and, under an adapter, by rank."""
+        groups, own = sorted({4, 8, 16, 32, job.group_size}), self.rank
+        ranks: Sequence[int | None] = [None] if own is None else sorted({*_RANKS, own})
+        found = []
+        for rank in ranks:
+            ranked = job if rank is None or own is None else _of_rank(job, rank / own)
+            found += [(group, rank, scout.longest_completion(replace(ranked, group_size=group))) for group in groups]
+        return found
 
-def _frontier(job: Job, scout: Scout, wanted: Wish) -> list[tuple[int, int | None, int]]:
-    """Gives the longest completion by group size and, under an adapter, by rank."""
-    rank = getattr(adapter(wanted.run.fields.peft), "r", None)
-    groups = sorted({4, 8, 16, 32, job.group_size})
-    ranks: list[int | None] = [None] if rank is None else sorted({*_RANKS, rank})
-    found = []
-    for other in ranks:
-        ranked = job if other is None or rank is None else _of_rank(job, other / rank)
-        found += [(group, other, scout.longest_completion(replace(ranked, group_size=group))) for group in groups]
-    return found
+    def _proved_ranks(
+        self, frontier: Sequence[tuple[int, int | None, int]], until: float
+    ) -> dict[tuple[int, int | None], int]:
+        """Confirms the longest completions of other ranks by forecasts, largest rank first."""
+        found: dict[tuple[int, int | None], int] = {}
+        for group, rank, tokens in sorted(frontier, key=lambda entry: -(entry[1] or 0)):
+            if rank in (None, self.rank):
+                continue
+            ranked = copy.deepcopy(self.given["peft_config"])
+            ranked.r = rank
+            for _ in range(_RANK_PROOFS):
+                if tokens < 1 or time.perf_counter() > until:
+                    break
+                self.tell(f"proving rank {rank} with completions of {tokens:,} tokens")
+                if self.forecast(peft_config=ranked, settings={"max_completion_length": tokens}).fits:
+                    found[group, rank] = tokens
+                    break
+                tokens = int(_STEP_BACK * tokens)
+        return found
 
 
 def _of_rank(job: Job, factor: float) -> Job:

@@ -12,9 +12,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from memsafe_rl import units
-from memsafe_rl.cli.charts import Drawing, Limit, Mark, Plot, Series, draw_all
+from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all
 from memsafe_rl.cli.learning import learning_sections
-from memsafe_rl.diagnostics.run_figures import PHASES, known, number, phase_peaks, run_figures
+from memsafe_rl.diagnostics.run_figures import PHASES, column, known, number, phase_peaks, run_figures
 from memsafe_rl.diagnostics.run_folder import Record, RunFolder, read_run
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.headroom import headroom_of
@@ -22,15 +22,7 @@ from memsafe_rl.units import chat_text, format_bytes
 
 REPORT_FILE = "report.html"
 COMPONENTS = (
-    "weights",
-    "optimizer",
-    "gradients",
-    "trajectory",
-    "kv_cache",
-    "logits",
-    "activations",
-    "other",
-    "process",
+    *("weights", "optimizer", "gradients", "trajectory", "kv_cache", "logits", "activations", "other", "process"),
 )
 """From what stays to what comes and goes, so that the lower layers lie still; each has the colour of its place."""
 _PLANNED = ("gradients", "kv_cache", "logits", "activations")
@@ -110,12 +102,11 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     limit = None if budget is None else Limit(budget, f"budget {format_bytes(int(budget))}")
     shape: dict[str, Any] = {"write": units.bytes_text, "binary": True, "from_zero": True, "limit": limit}
     held = [_held_at_highest(record) for record in records]
-    if any(held):
-        highest = Plot("Highest moment of each step, by use", _layers(folder, held), stacked=True, **shape)
-    else:
-        peaks = Series("peak", [number(record.get("memory/peak_bytes")) for record in records], 7)
-        highest = Plot("Highest moment of each step, all uses together", [peaks], stacked=True, **shape)
-    marked = Plot(highest.title, highest.series, stacked=True, marks=_marks(events, records), **shape)
+    uses, layers = "by use", _layers(folder, held)
+    if not layers:
+        uses, layers = "all uses together", [Series("peak", column(records, "memory/peak_bytes"), 7)]
+    highest = f"Highest moment of each step, {uses}"
+    marked = Plot(highest, layers, stacked=True, marks=_marks(events, records), **shape)
     drawings = draw_all(records, [marked, Plot("Peak of each phase", _phase_lines(records), **shape)])
     for phase in ("rollout", "update"):
         there = [record for record in records if (record.get("held_at_peak") or {}).get(phase)]
@@ -181,11 +172,11 @@ def _changed_plans(events: Sequence[Record]) -> list[Record]:
     for event in (event for event in events if event.get("event") == "plan"):
         kind = str(event.get("kind"))
         now = {name: value for name, value in event.items() if name not in _NOT_OF_THE_PLAN}
-        before = last.get(kind)
+        first, before = kind not in last, last.get(kind, {})
         last[kind] = now
-        differing = {n: (before.get(n), v) for n, v in now.items() if before.get(n) != v} if before is not None else {}
-        if before is None or any(_notable(*change) for change in differing.values()):
-            changed.append({**event, "changes": differing, "first": before is None})
+        differing = {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+        if first or any(_notable(*change) for change in differing.values()):
+            changed.append({**event, "changes": differing, "first": first})
     return changed
 
 
@@ -303,10 +294,7 @@ def _throughput(folder: RunFolder, failures: Sequence[Record]) -> list[Drawing]:
     for event in failures:
         if event["at"] in lost:
             lost[event["at"]] += number(event.get("seconds_lost")) or 0.0
-    layers = [
-        Series(name, [number(record.get(f"time/{name}_seconds")) for record in records], color)
-        for color, name in enumerate(PHASES)
-    ]
+    layers = [Series(name, column(records, f"time/{name}_seconds"), color) for color, name in enumerate(PHASES)]
     waste = Series("lost to failed work", list(lost.values()) if any(lost.values()) else [], 1)
     plots = [
         Plot("Seconds of each step, by phase", layers, "{:.3g} s".format, stacked=True, from_zero=True),
@@ -317,10 +305,8 @@ def _throughput(folder: RunFolder, failures: Sequence[Record]) -> list[Drawing]:
     rewards = sorted({name for record in folder.logs for name in record if name.startswith(prefix)})
     logged = [record for record in folder.logs if any(name in record for name in rewards)]
     called = [
-        Series(
-            name.removeprefix(prefix).removesuffix("_seconds"), [number(record.get(name)) for record in logged], n % 8
-        )
-        for n, name in enumerate(rewards)
+        Series(name.removeprefix(prefix).removesuffix("_seconds"), column(logged, name), place % COLORS)
+        for place, name in enumerate(rewards)
     ]
     return draw_all(records, plots) + draw_all(logged, [Plot("Seconds of reward functions", called)])
 

@@ -18,9 +18,11 @@ from memsafe_rl.cli.arguments import RunFields
 from memsafe_rl.config.declaring import Setting, grouped
 from memsafe_rl.config.settings import ALGORITHMS, GROUPS, GRPOSettings
 
-_TEXTS: dict[str, str] = yaml.safe_load(resources.files(__package__).joinpath("templates/help.yaml").read_text("utf-8"))
-EXAMPLE = _TEXTS["example"]
+_TEXTS: dict[str, Any] = yaml.safe_load(resources.files(__package__).joinpath("templates/help.yaml").read_text("utf-8"))
+EXAMPLE: str = _TEXTS["example"]
 """A run file."""
+OPTIONS: dict[str, dict[str, Any]] = _TEXTS["options"]
+"""Help, and the name of the value, of each option and argument that `app` declares."""
 
 
 def show_verify_help(console: Console) -> None:

@@ -92,7 +92,7 @@ def train(run: Run, console: Console) -> None:
     given, named = ingredients(run), run.config.output_dir
     check_writable(Path(named))
     with device_of(run, console):
-        trainer = trainer_of(run)(**given)
+        trainer = TRAINERS[run.fields.trainer](**given)
         result = trainer.train()
         trainer.save_model(run.config.output_dir)
     if run.config.should_log:
@@ -109,11 +109,6 @@ def how_to_load(model: Any, folder: str) -> list[str]:
     base = model.peft_config[model.active_adapter].base_model_name_or_path
     loaded = f"PeftModel.from_pretrained({kind}.from_pretrained({base!r}), {folder!r})"
     return [f"load: {loaded}", f"merge: {shlex.join(['memsafe-rl', 'export', folder, folder + '/merged'])}"]
-
-
-def trainer_of(run: Run) -> type[PolicyTrainer]:
-    """Gives the class of a run's trainer."""
-    return TRAINERS[run.fields.trainer]
 
 
 def ingredients(run: Run) -> dict[str, Any]:
@@ -273,21 +268,13 @@ def show_simulation(device: SimulatedMemory, console: Console) -> None:
 
 
 def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int]]) -> Table:
+    """Gives each phase's passes, seconds and peak, and what held at least a hundredth of it, largest first."""
     figures = (Column(title, justify="right", no_wrap=True) for title in ("times", "seconds", "peak"))
     table = Table(Column("phase", no_wrap=True), *figures, "held by", box=None, padding=(0, 2, 0, 0))
     for phase, parts in peaks.items():
         records = [record for record in device.timeline if record.phase is phase]
-        seconds = sum(record.end_seconds - record.start_seconds for record in records)
-        table.add_row(
-            phase.value, str(len(records)), f"{seconds:.1f}", format_bytes(sum(parts.values())), _holders(parts)
-        )
+        seconds, peak = sum(record.end_seconds - record.start_seconds for record in records), sum(parts.values())
+        shares = sorted(((size / max(1, peak), part.value) for part, size in parts.items()), reverse=True)
+        holders = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= _LEAST_SHARE)
+        table.add_row(phase.value, str(len(records)), f"{seconds:.1f}", format_bytes(peak), ", ".join(holders))
     return table
-
-
-def _holders(parts: Mapping[Component, int]) -> str:
-    """Names the components that held at least a hundredth, largest first."""
-    total = max(1, sum(parts.values()))
-    shares = sorted(
-        ((size / total, component.value.replace("_", " ")) for component, size in parts.items()), reverse=True
-    )
-    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= _LEAST_SHARE)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from memsafe_rl.cli.train import Run, device_of, ingredients, trainer_of
+from memsafe_rl.cli.train import TRAINERS, Run, device_of, ingredients
 from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.units import format_bytes
 
@@ -22,7 +22,7 @@ def verify(run: Run, console: Console) -> bool:
     """Verifies on the run's own model that its plan changes nothing, and prints the comparison."""
     given = ingredients(run)
     with device_of(run, console):
-        found = verify_plan(trainer_of(run)(**given).loop)
+        found = verify_plan(TRAINERS[run.fields.trainer](**given).loop)
     if run.config.should_log:
         show_verification(found, console)
     return found.passed

@@ -1,14 +1,14 @@
-"""Rules a healthy run keeps: the limits of `alarms`, read and checked."""
+"""Rules a run is held to: the limits of `alarms`, and the KL at which the passes over a rollout end."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from memsafe_rl.config.declaring import Setting, declare, setting
-from memsafe_rl.config.values import unknown
+from memsafe_rl.config.values import check_band, check_choice, read, unknown
 from memsafe_rl.errors import ConfigError
 
 rule = partial(setting, none="no alarm", positional=True)
@@ -44,11 +44,43 @@ def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> Alarm
             raise unknown(name, ALARMS, "alarm")
         told = f"alarms['{name}']"
         limits[name] = limit = AlarmRules.declared[name].read(None if value is False else value, told)
-        if name == "kl" and limit is not None and (len(limit) != 2 or not 0 <= limit[0] < limit[1] < math.inf):
-            raise ConfigError(f"{told} is {value!r}; it must be [low, high] in nats per token, such as [0.02, 0.15].")
+        if name == "kl":
+            check_band(told, value, limit, "nats per token", "[0.02, 0.15]")
     if limits.get("kl") is not None and not has_reference:
         raise ConfigError(
             f"alarms has kl={list(limits['kl'])}, but beta is 0, so that there is no reference to measure it to. Set "
             "beta above 0, or kl_stop for the KL to the model before an update."
         )
     return AlarmRules(**limits)
+
+
+@dataclass(frozen=True)
+class KLStop:
+    """When the passes over a rollout end early."""
+
+    target: float  # KL to the model before the first update on that rollout, in nats, above which they end
+    unit: str = "token"  # "token" (mean over tokens) or "sequence" (sum over a row, mean over rows)
+    estimator: str = "k3"  # "k3" or "k1" (Schulman 2020, "Approximating KL divergence")
+
+    def exceeded(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Gives the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
+        measured = metrics[f"approx_kl/{self.estimator}_{self.unit}"]
+        return {"measured": measured, "target": self.target} if measured > self.target else {}
+
+
+def read_kl_stop(given: Any) -> KLStop | None:
+    """Reads the setting `kl_stop`."""
+    if given is None:
+        return None
+    parts: dict[str, Any] = dict(given) if isinstance(given, dict) else {"target": given}
+    for key in parts:
+        if key not in ("target", "unit", "estimator"):
+            raise unknown(key, ("target", "unit", "estimator"), "key of kl_stop")
+    if "target" not in parts:
+        raise ConfigError(f"kl_stop is {given!r}, without a target. Set kl_stop={{'target': 0.02}} (nats).")
+    rule = KLStop(**{**parts, "target": read("kl_stop", parts["target"], float)})
+    if not rule.target > 0:
+        raise ConfigError(f"kl_stop is {rule.target!r}; it must be more than 0 nats. None switches it off.")
+    check_choice("unit of kl_stop", rule.unit, ("token", "sequence"))
+    check_choice("estimator of kl_stop", rule.estimator, ("k3", "k1"))
+    return rule

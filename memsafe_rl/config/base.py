@@ -9,7 +9,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
@@ -18,14 +18,14 @@ from accelerate import PartialState
 from transformers.training_args import ParallelMode
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.config import generation_options, views
-from memsafe_rl.config.alarm_rules import AlarmRules, read_rules
+from memsafe_rl.config import generation_options
+from memsafe_rl.config.alarm_rules import AlarmRules, KLStop, read_kl_stop, read_rules
 from memsafe_rl.config.degradation import QUANTISED_CACHE
-from memsafe_rl.config.objectives import Objective
+from memsafe_rl.config.objectives import Objective, read_objectives
 from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
 from memsafe_rl.config.settings import TrainerSettings
 from memsafe_rl.config.validation import validate
-from memsafe_rl.config.views import KLStop, read_kl_stop
+from memsafe_rl.types import LossSettings
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,13 @@ class TrainerConfig(TrainerSettings, ABC):
 
     algorithm: ClassVar[str]
     kl_in_rewards: ClassVar[bool] = False
-    teacher_model_name_or_path: ClassVar[str | None] = None  # GRPO has a setting in its place
-    teacher_model_init_kwargs: ClassVar[dict[str, Any] | None] = None
     """Whether `beta` charges a completion's reward for the KL, in place of the loss."""
+    # GRPO has settings in the place of these.
+    teacher_model_name_or_path: ClassVar[str | None] = None
+    teacher_model_init_kwargs: ClassVar[dict[str, Any] | None] = None
+    objectives: ClassVar[dict[str, Any] | None] = None
+    gradient_merge: ClassVar[str] = "sum"
+    cagrad_c: ClassVar[float] = 0.0
     _world_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,10 +87,6 @@ class TrainerConfig(TrainerSettings, ABC):
     def advantage_settings(self) -> dict[str, str]:
         """Gives what `ops.advantages.estimated_advantages` reads: estimator, scale_rewards and aggregation."""
 
-    @abstractmethod
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives what `ops.merging.merge_weights` reads: method and cagrad_c."""
-
     @property
     @abstractmethod
     def least_group(self) -> int:
@@ -94,18 +94,8 @@ class TrainerConfig(TrainerSettings, ABC):
 
     @property
     @abstractmethod
-    def objective_list(self) -> tuple[Objective, ...]:
-        """What is learnt at once, each with a gradient of its own; empty where there is but one."""
-
-    @property
-    @abstractmethod
     def has_reference(self) -> bool:
         """Whether a reference is needed."""
-
-    @property
-    @abstractmethod
-    def every_row_learns(self) -> bool:
-        """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
 
     # Settings: setting an unknown one would otherwise do nothing at all.
 
@@ -209,6 +199,20 @@ class TrainerConfig(TrainerSettings, ABC):
         return self.entropy_coef != 0 or self.use_adaptive_entropy
 
     @property
+    def every_row_learns(self) -> bool:
+        """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
+        return self.loss_has_kl or self.gives_entropy_bonus
+
+    @property
+    def objective_list(self) -> tuple[Objective, ...]:
+        """What is learnt at once, each with a gradient of its own; empty where there is but one."""
+        return read_objectives(self.objectives, beta=self.beta)
+
+    def merge_settings(self) -> dict[str, Any]:
+        """Gives what `ops.merging.merge_weights` reads."""
+        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""
         if self.bf16:
@@ -261,7 +265,15 @@ class TrainerConfig(TrainerSettings, ABC):
         """What `alarms` means."""
         return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
-    loss_settings = views.loss_settings
+    def loss_settings(self) -> LossSettings:
+        """Gives what the loss reads; what an algorithm has no setting for stays at its default."""
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        clipping: dict[str, Any] = {"epsilon_low": self.epsilon, "epsilon_high": high}
+        if self.kl_in_rewards:
+            clipping["beta"] = 0.0
+        own = {field.name for field in fields(LossSettings)} - clipping.keys()
+        return LossSettings(**{name: getattr(self, name) for name in own if hasattr(self, name)}, **clipping)
+
     sampling_settings = generation_options.sampling_settings
 
     def get_warmup_steps(self, num_training_steps: int) -> int:

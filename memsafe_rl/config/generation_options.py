@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memsafe_rl.config.refusals import REFUSED_OPTIONS, admit
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Option:
-    """One key that is honoured."""
-
-    field: str  # the field of `SamplingSettings` it sets
-    read: Callable[[str, Any], Any]  # takes the key and what the user wrote, and gives the field's value
+Reader = Callable[[str, Any], Any]
+"""Takes a key and what the user wrote, and gives the value of a field of `SamplingSettings`."""
 
 
 def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[str, Any]:
@@ -37,11 +32,11 @@ def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[st
     """
     known = admit(given, [*OPTIONS, *APART, *HARMLESS], REFUSED_OPTIONS, "key of generation_kwargs")
     fields: dict[str, Any] = {}
-    for key, option in OPTIONS.items():
+    for key, read_option in OPTIONS.items():
         own = getattr(declared, key, None)
         value = own if known.get(key) is None else known[key]
         if value is not None:
-            fields[option.field] = option.read(key, value)
+            fields[OTHER_FIELDS.get(key, key)] = read_option(key, value)
     # Built once here, so that a wrong value is found before anything is loaded.
     processors_of(SamplingSettings(max_new_tokens=1, eos_token_ids=(0,), **fields))
     return fields
@@ -120,23 +115,15 @@ def say_what_is_left_out(declared: Any) -> None:
         logger.warning(f"The model's generation_config has {wishes}, which rollouts leave out: they sample.")
 
 
-def _number(hint: Any, allowed: Range | None) -> Callable[[str, Any], Any]:
+def _numbers(kind: type[float], allowed: Range | None, *keys: str) -> dict[str, Reader]:
+    """Gives keys of numbers; those without a range of their own are settings as well, and have theirs."""
+
     def read_number(key: str, value: Any) -> Any:
-        number = read(key, value, hint)
-        if allowed is not None:
-            check_in(key, number, allowed)
-        return float(number) if hint is float else number
+        number = read(key, value, kind)
+        check_in(key, number, allowed or DECLARED[key].range or Range())
+        return kind(number)
 
-    return read_number
-
-
-def _numbers(hint: Any, allowed: Range | None, *keys: str) -> dict[str, Option]:
-    return {key: Option(key, _number(hint, allowed)) for key in keys}
-
-
-def _also_settings(hint: Any, *keys: str) -> dict[str, Option]:
-    """Gives keys that are settings as well, within their declared range."""
-    return {key: Option(key, _number(hint, DECLARED[key].range)) for key in keys}
+    return dict.fromkeys(keys, read_number)
 
 
 def _tokens(key: str, value: Any) -> tuple[int, ...]:
@@ -180,25 +167,25 @@ def _decay(key: str, value: Any) -> tuple[int, float]:
     return int(pair[0]), float(pair[1])
 
 
-OPTIONS: dict[str, Option] = {
-    **_also_settings(float, "top_p", "min_p", "repetition_penalty"),
+OPTIONS: dict[str, Reader] = {
+    **_numbers(float, None, "top_p", "min_p", "repetition_penalty"),
     **_numbers(float, Range(0, 1, open_low=True), "top_h", "typical_p"),
     **_numbers(float, Range(0, 1, open_high=True), "epsilon_cutoff", "eta_cutoff"),
     **_numbers(float, Range(0, open_low=True), "encoder_repetition_penalty"),
-    **_also_settings(int, "top_k"),
+    **_numbers(int, None, "top_k"),
     **_numbers(int, Range(0), "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
     **_numbers(int, Range(0), "min_length", "min_new_tokens", "forced_bos_token_id"),
-    "remove_invalid_values": Option("remove_invalid_values", lambda key, value: read(key, value, bool)),
-    "forced_eos_token_id": Option("forced_eos_token_ids", _tokens),
-    "suppress_tokens": Option("suppress_tokens", _tokens),
-    "begin_suppress_tokens": Option("begin_suppress_tokens", _tokens),
-    "bad_words_ids": Option("bad_words_ids", _words),
-    "sequence_bias": Option("sequence_bias", _biases),
-    "exponential_decay_length_penalty": Option("exponential_decay_length_penalty", _decay),
+    **dict.fromkeys(("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"), _tokens),
+    "remove_invalid_values": lambda key, value: read(key, value, bool),
+    "bad_words_ids": _words,
+    "sequence_bias": _biases,
+    "exponential_decay_length_penalty": _decay,
     # one processor, a list of them, or transformers' `LogitsProcessorList`, which is both
-    "logits_processor": Option("logits_processor", lambda _, own: tuple(own) if isinstance(own, Iterable) else (own,)),
+    "logits_processor": lambda _, own: tuple(own) if isinstance(own, Iterable) else (own,),
 }
-"""Keys that set one field of `SamplingSettings`."""
+"""Keys that set one field of `SamplingSettings`, which has their name unless `OTHER_FIELDS` says otherwise."""
+
+OTHER_FIELDS = {"forced_eos_token_id": "forced_eos_token_ids"}
 
 APART = ("eos_token_id", "stop_strings")
 """Keys that need the tokenizer or the model as well."""

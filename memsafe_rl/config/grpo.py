@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from memsafe_rl.config.base import TrainerConfig, configuration
-from memsafe_rl.config.objectives import Objective, read_objectives
 from memsafe_rl.config.settings import GRPOSettings, RLOOSettings
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.advantages import ESTIMATORS
@@ -34,19 +33,9 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         return ESTIMATORS[self.advantage_estimator].least_group
 
     @property
-    def objective_list(self) -> tuple[Objective, ...]:
-        """What `objectives` means; empty where there is but the weighted sum of all rewards."""
-        return read_objectives(self.objectives, beta=self.beta)
-
-    @property
     def has_reference(self) -> bool:
         """Whether a reference is needed: for a KL in the loss, or as a teacher."""
         return self.loss_has_kl or self.teacher_model_name_or_path is not None
-
-    @property
-    def every_row_learns(self) -> bool:
-        """Whether the loss has a KL or a bonus on entropy, so that rows whose advantage is 0 count too."""
-        return self.loss_has_kl or self.gives_entropy_bonus
 
     def advantage_settings(self) -> dict[str, str]:
         """Gives the part of the configuration that advantages read."""
@@ -56,16 +45,17 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
             "aggregation": self.multi_objective_aggregation,
         }
 
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives the part of the configuration that the merge of the objectives' gradients reads."""
-        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
-
     def check_algorithm(self) -> None:
         """Checks objectives, estimator and level, and warns of doubtful choices."""
         _check_objectives(self)
         _check_estimator(self)
         _check_teacher(self)
-        _check_level(self)
+        level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
+        if level not in levels:
+            _warn(
+                f"importance_sampling_level is {level!r} with loss_type {self.loss_type!r}, which is defined for "
+                f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
+            )
 
 
 @configuration
@@ -79,34 +69,16 @@ class RLOOConfig(RLOOSettings, TrainerConfig):
     kl_in_rewards: ClassVar[bool] = True
     loss_type: ClassVar[str] = "rloo"
     importance_sampling_level: ClassVar[str] = "sequence_sum"
-
-    @property
-    def least_group(self) -> int:
-        """2: a completion is compared with the others of its prompt."""
-        return ESTIMATORS["rloo"].least_group
-
-    @property
-    def objective_list(self) -> tuple[Objective, ...]:
-        """None: rewards are summed."""
-        return ()
+    least_group: ClassVar[int] = ESTIMATORS["rloo"].least_group
 
     @property
     def has_reference(self) -> bool:
         """Whether a reference is needed: for the KL that rewards pay for."""
         return self.beta != 0
 
-    @property
-    def every_row_learns(self) -> bool:
-        """Whether the loss has a bonus on entropy, so that rows whose advantage is 0 count too."""
-        return self.gives_entropy_bonus
-
     def advantage_settings(self) -> dict[str, str]:
         """Gives how rewards are compared before they pay for the KL."""
         return {"estimator": "rloo"}
-
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives the merge of a single gradient, which is itself."""
-        return {"method": "sum"}
 
     def check_algorithm(self) -> None:
         """Checks the bounds of rewards."""
@@ -144,26 +116,17 @@ def _check_estimator(config: GRPOConfig) -> None:
         )
 
 
-def _check_level(config: GRPOConfig) -> None:
-    level, levels = config.importance_sampling_level, LOSSES[config.loss_type].traits.levels
-    if level not in levels:
-        _warn(
-            f"importance_sampling_level is {level!r} with loss_type {config.loss_type!r}, which is defined for "
-            f"{levels[0]!r}. Set importance_sampling_level={levels[0]!r}, or loss_type='grpo', which suits both."
-        )
-
-
 def _check_teacher(config: GRPOConfig) -> None:
     """Refuses settings of a teacher without one, and beside one what knows no advantage of a token."""
     if config.teacher_model_name_or_path is None:
         names = ("teacher_model_init_kwargs", "distillation_coef")
-        return _refuse_changed(config, names, "without a teacher", ", or set teacher_model_name_or_path")
+        _refuse_changed(config, names, "without a teacher", ", or set teacher_model_name_or_path")
+        return
     why = "with a teacher, which gives every token an advantage of its own and is the only reference"
     _refuse_changed(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
     if not LOSSES[config.loss_type].traits.separable:
         fitting = ", ".join(name for name, loss in LOSSES.items() if loss.traits.separable)
         raise ConfigError(f"loss_type is {config.loss_type!r} {why}. Set one of {fitting}.")
-    return None
 
 
 def _refuse_changed(config: GRPOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:

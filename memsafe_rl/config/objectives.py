@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from memsafe_rl.config.declaring import Setting, declare, setting
-from memsafe_rl.config.values import unknown
+from memsafe_rl.config.values import check_band, unknown
 from memsafe_rl.errors import ConfigError
 
 _BOUNDS_SPAN = 10.0  # without bounds, a steered beta stays within this factor of its first value, up or down
+_BANDS = {"kl_band": ("nats per token", "[0.02, 0.06]"), "beta_bounds": ("nats", "[0.01, 1.0]")}
 
 
 @declare(frozen=True)
@@ -75,8 +76,13 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
     settings: dict[str, Any] = {"beta": beta}
     for key, value in given.items():
         if key not in Objective.declared:
-            raise unknown(key, tuple(Objective.declared), f"key of {told}")
-        settings[key] = _read_part(f"{told}['{key}']", key, value)
+            raise unknown(key, Objective.declared, f"key of {told}")
+        place = f"{told}['{key}']"
+        settings[key] = part = Objective.declared[key].read(value, place)
+        if key in _BANDS:
+            check_band(place, value, part, *_BANDS[key])
+        if key == "beta_factors" and (len(part) != 2 or not 0 < part[0] < 1 < part[1] < math.inf):
+            raise ConfigError(f"{place} is {value!r}; it must be [lower, raise] around 1, such as [0.85, 1.15].")
     if not settings.get("rewards"):
         raise ConfigError(f"{told} has no reward functions. Name at least one: {told}['rewards']=['...'].")
     twice = [reward for reward, times in Counter(settings["rewards"]).items() if times > 1]
@@ -88,17 +94,6 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
     objective = Objective(name=name, **settings)
     _check_beta(told, objective)
     return objective
-
-
-def _read_part(told: str, key: str, value: Any) -> Any:
-    part = Objective.declared[key].read(value, told)
-    if key in ("kl_band", "beta_bounds") and part is not None:
-        what, example = ("nats per token", "[0.02, 0.06]") if key == "kl_band" else ("nats", "[0.01, 1.0]")
-        if len(part) != 2 or not 0 <= part[0] < part[1] < math.inf:
-            raise ConfigError(f"{told} is {value!r}; it must be [low, high] in {what}, such as {example}.")
-    if key == "beta_factors" and (len(part) != 2 or not 0 < part[0] < 1 < part[1] < math.inf):
-        raise ConfigError(f"{told} is {value!r}; it must be [lower, raise] around 1, such as [0.85, 1.15].")
-    return part
 
 
 def _check_beta(told: str, objective: Objective) -> None:

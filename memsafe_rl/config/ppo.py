@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from memsafe_rl.config.base import TrainerConfig, configuration
-from memsafe_rl.config.objectives import Objective
 from memsafe_rl.config.settings import PPOSettings
 from memsafe_rl.errors import ConfigError
 
@@ -20,40 +19,22 @@ class PPOConfig(PPOSettings, TrainerConfig):
     """
 
     algorithm: ClassVar[str] = "PPO"
-
-    @property
-    def least_group(self) -> int:
-        """1: the critic needs no group to compare with."""
-        return 1
-
-    @property
-    def objective_list(self) -> tuple[Objective, ...]:
-        """None: the critic knows one score of a row."""
-        return ()
+    least_group: ClassVar[int] = 1  # the critic needs no group to compare with
+    every_row_learns: ClassVar[bool] = True  # the critic learns from rows whose advantages are 0 too
 
     @property
     def has_reference(self) -> bool:
         """Whether a reference is needed: for a KL in the loss or in the rewards of actions."""
         return self.loss_has_kl or self.kl_coef != 0
 
-    @property
-    def every_row_learns(self) -> bool:
-        """True: the critic learns from rows whose advantages are 0 too."""
-        return True
-
     def advantage_settings(self) -> dict[str, str]:
         """Gives how rewards are compared for the log; a row's advantages come from its actions' own."""
         return {"estimator": "dr_grpo"}
 
-    def merge_settings(self) -> dict[str, Any]:
-        """Gives the merge of a single gradient, which is itself."""
-        return {"method": "sum"}
-
     def check_algorithm(self) -> None:
         """Checks that there is a KL to steer, a group to replace, and nothing that moves the policy in a warm-up."""
-        moving = [
-            name for name in ("beta", "entropy_coef", "use_adaptive_entropy", "weight_decay") if getattr(self, name)
-        ]
+        movers = ("beta", "entropy_coef", "use_adaptive_entropy", "weight_decay")
+        moving = [name for name in movers if getattr(self, name)]
         if self.critic_warmup_rollouts and moving:
             raise ConfigError(
                 f"critic_warmup_rollouts is {self.critic_warmup_rollouts}, but {moving[0]} is "

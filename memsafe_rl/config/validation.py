@@ -80,24 +80,23 @@ def _fill_batches(config: TrainerConfig) -> None:
         )
     batch = config.per_device_train_batch_size * config.world_size
     written = f"per_device_train_batch_size {config.per_device_train_batch_size} x {config.world_size} rank(s)"
-    if config.steps_per_generation is None and config.generation_batch_size is not None:
-        if config.generation_batch_size % batch:
-            raise ConfigError(
-                f"generation_batch_size is {config.generation_batch_size}, not a multiple of {written} = {batch}. "
-                f"Set generation_batch_size={batch * math.ceil(config.generation_batch_size / batch)}."
-            )
-        config.fill("steps_per_generation", config.generation_batch_size // batch)
-    if config.steps_per_generation is None:
-        config.fill("steps_per_generation", config.gradient_accumulation_steps)
-    steps = config.steps_per_generation or 0
-    if config.generation_batch_size is None:
-        config.fill("generation_batch_size", batch * steps)
-    if config.generation_batch_size != batch * steps:
-        raise ConfigError(
-            f"generation_batch_size is {config.generation_batch_size}, but {written} x steps_per_generation "
-            f"{steps} = {batch * steps}. Set only one of the two."
-        )
+    given, steps = config.generation_batch_size, config.steps_per_generation
     accumulation = config.gradient_accumulation_steps
+    if steps is None and (given or 0) % batch:
+        raise ConfigError(
+            f"generation_batch_size is {given}, not a multiple of {written} = {batch}. Set "
+            f"generation_batch_size={batch * math.ceil((given or 0) / batch)}."
+        )
+    if steps is None:
+        steps = accumulation if given is None else given // batch
+        config.fill("steps_per_generation", steps)
+    if given is None:
+        config.fill("generation_batch_size", batch * steps)
+    elif given != batch * steps:
+        raise ConfigError(
+            f"generation_batch_size is {given}, but {written} x steps_per_generation {steps} = {batch * steps}. Set "
+            "only one of the two."
+        )
     if steps < accumulation and accumulation % steps == 0 and config.num_iterations == 1:
         _say_once(
             f"steps_per_generation is {steps}, and an optimizer step takes {accumulation} batches: its "

@@ -141,6 +141,12 @@ def check_in(told: str, value: float, allowed: Range) -> None:
     raise ConfigError(f"{told} is {value!r}; it must be {finite}{wanted}.")
 
 
+def check_band(told: str, given: object, band: Sequence[float] | None, unit: str, example: str) -> None:
+    """Refuses what is no pair of rising numbers from 0 on."""
+    if band is not None and (len(band) != 2 or not 0 <= band[0] < band[1] < math.inf):
+        raise ConfigError(f"{told} is {given!r}; it must be [low, high] in {unit}, such as {example}.")
+
+
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Refuses a word that is not among some choices, and names the nearest one."""
     if value not in choices:

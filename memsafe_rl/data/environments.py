@@ -42,13 +42,10 @@ class EnvironmentReward:
     def __call__(self, /, **given: Any) -> list[float | None]:
         """Judges every environment once."""
         environments = given[ENVIRONMENTS]
-        rows = [row for row, environment in enumerate(environments) if type(environment) is self._kind]
-        blocking = [bool(getattr(environments[row], "blocking", False)) for row in rows]
-        calls = [Call(judge_of(environments[row]), blocks) for row, blocks in zip(rows, blocking, strict=True)]
-        rewards: list[float | None] = [None] * len(environments)
-        for row, reward in zip(rows, self._caller(calls), strict=True):
-            rewards[row] = reward
-        return rewards
+        own = {row: environment for row, environment in enumerate(environments) if type(environment) is self._kind}
+        calls = [Call(judge_of(one), bool(getattr(one, "blocking", False))) for one in own.values()]
+        rewards = dict(zip(own, self._caller(calls), strict=True))
+        return [rewards.get(row) for row in range(len(environments))]
 
 
 def judge_of(environment: Any) -> Any:

@@ -62,7 +62,7 @@ class ImagePromptReader(PromptReader):
             read = {
                 place: ImagePrompt(ids[place], *self._pixels(prompt))
                 for place, prompt in enumerate(prompts)
-                if _shows(prompt)
+                if next(images_in(prompt), None) is not None
             }
         for place, stored in zip(read, self._tower.read(list(read.values())), strict=True):
             ids[place] = stored
@@ -104,7 +104,3 @@ class ImagePromptReader(PromptReader):
         except UNREADABLE as error:
             raise DataError(f"an image of prompt {hollow(prompt)!r:.200} cannot be read ({error}).") from error
         return read["pixel_values"], read["image_grid_thw"]
-
-
-def _shows(prompt: Any) -> bool:
-    return next(images_in(prompt), None) is not None

@@ -78,13 +78,13 @@ class IndexedPrompts:
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
         """Gives `count` examples from `position` on, across epochs if need be."""
-        return [self._read(self._index(place)) for place in range(position, position + count)]
-
-    def _read(self, index: int) -> dict[str, Any]:
-        try:
-            return self._examples[index]
-        except (OSError, SyntaxError) as error:  # how an image that cannot be read complains
-            raise DataError(f"train_dataset[{index}] cannot be read ({error}). Mend or remove that row.") from error
+        taken = []
+        for index in map(self._index, range(position, position + count)):
+            try:
+                taken.append(self._examples[index])
+            except (OSError, SyntaxError) as error:  # how an image that cannot be read complains
+                raise DataError(f"train_dataset[{index}] cannot be read ({error}). Mend or remove that row.") from error
+        return taken
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, self.prompts_per_epoch)
@@ -414,10 +414,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
         raise DataError(
             f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Mend it."
         )
-    if isinstance(prompt, str) != isinstance(first, str):
-        raise DataError(
-            f"prompt {prompt!r:.100} is not of the same kind as the first one. Use text or messages for all."
-        )
+    _check_alike(prompt, first)
     if isinstance(prompt, str):
         return
     if not prompt:

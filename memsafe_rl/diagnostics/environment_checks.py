@@ -6,7 +6,7 @@ import ast
 import difflib
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -158,6 +158,12 @@ def allocator_settings(text: str) -> list[tuple[str, str]]:
     return [(key, value) for key, _, value in (part.partition(":") for part in parts if part)]
 
 
+def nearest(word: str, known: Collection[str], cutoff: float, otherwise: str) -> str:
+    """Says to write what a word comes nearest to, if to anything."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"Write {near[0]}." if near else otherwise
+
+
 def check_settings(name: str, text: str) -> Iterator[Finding]:
     """Checks the settings in an allocator variable."""
     settings = allocator_settings(text)
@@ -173,14 +179,10 @@ def check_settings(name: str, text: str) -> Iterator[Finding]:
 
 def _setting(name: str, key: str, value: str) -> Iterator[Finding]:
     if key not in ALLOCATOR_KEYS:
-        near = difflib.get_close_matches(key.partition("=")[0], list(ALLOCATOR_KEYS), n=1, cutoff=0.5)
-        remedy = f"Write {near[0]}." if near else f"Remove {key}."
-        if "=" in key:
-            remedy = "Write settings as key:value, with a colon."
+        remedy = nearest(key, ALLOCATOR_KEYS, 0.5, f"Remove {key}.")
+        remedy = "Write settings as key:value, with a colon." if "=" in key else remedy
         yield finding("allocator-key", name=name, key=key, remedy=remedy)
-        return
-    takes = ALLOCATOR_KEYS[key]
-    if not _fits(takes, value):
+    elif not _fits(takes := ALLOCATOR_KEYS[key], value):
         yield finding("allocator-value", key=key, value=value, name=name, takes=takes or " or ".join(_BACKENDS))
 
 
@@ -245,7 +247,7 @@ def check_script(text: str, name: str) -> tuple[Finding, ...]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{name} is not Python: {error.msg} in line {error.lineno}.") from None
-    imported = min((line for line, module in _imports(tree) if module in _BRINGS_TORCH), default=None)
+    imported = min((line for line, module in _imports(tree) if module.partition(".")[0] in _BRINGS_TORCH), default=None)
     found: list[Finding] = []
     for line, variable, value in _assignments(tree):
         found += _wrong_name(variable, "")
@@ -260,41 +262,38 @@ def check_script(text: str, name: str) -> tuple[Finding, ...]:
 def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name.partition(".")[0]) for alias in node.names)
+            yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.lineno, node.module.partition(".")[0]
+            yield node.lineno, node.module
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[int, str, str | None]]:
     """Yields line, variable and value (if literal) of each assignment to an environment variable."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Subscript) and _last_name(target.value) == "environ":
-                    yield from _named(node.lineno, target.slice, node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            called, of_environ = node.func.attr, _last_name(node.func.value) == "environ"
-            if len(node.args) == 2 and (called == "putenv" or (called == "setdefault" and of_environ)):
-                yield from _named(node.lineno, node.args[0], node.args[1])
-            elif called == "update" and of_environ:
-                yield from ((node.lineno, word.arg, _text(word.value)) for word in node.keywords if word.arg)
-                for entry in node.args:
-                    if isinstance(entry, ast.Dict):
-                        for key, value in zip(entry.keys, entry.values, strict=True):
-                            yield from _named(node.lineno, key, value)
+    for node in (node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.Call))):
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                subscripts = (target for target in targets if isinstance(target, ast.Subscript))
+                pairs = [(target.slice, value) for target in subscripts if _is_environ(target.value)]
+            case ast.Call(func=ast.Attribute(attr="putenv"), args=[key, value]):
+                pairs = [(key, value)]
+            case ast.Call(func=ast.Attribute(value=owner, attr="setdefault"), args=[key, value]) if _is_environ(owner):
+                pairs = [(key, value)]
+            case ast.Call(func=ast.Attribute(value=owner, attr="update"), args=args, keywords=words):
+                if _is_environ(owner):
+                    pairs = [(ast.Constant(word.arg), word.value) for word in words]
+                    given = [one for one in args if isinstance(one, ast.Dict)]
+                    pairs += [pair for one in given for pair in zip(one.keys, one.values, strict=True)]
+        for name, value in pairs:
+            if (variable := _text(name)) is not None:
+                yield node.lineno, variable, _text(value)
 
 
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+def _is_environ(node: ast.expr) -> bool:
+    return getattr(node, "attr", getattr(node, "id", "")) == "environ"
 
 
-def _named(line: int, key: ast.expr | None, value: ast.expr) -> Iterator[tuple[int, str, str | None]]:
-    name = None if key is None else _text(key)
-    if name is not None:
-        yield line, name, _text(value)
-
-
-def _text(node: ast.expr) -> str | None:
+def _text(node: ast.expr | None) -> str | None:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 

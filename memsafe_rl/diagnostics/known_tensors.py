@@ -10,8 +10,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, product
-from typing import NamedTuple
+from itertools import product
+from typing import Any
 
 from memsafe_rl.diagnostics.oom_messages import Printed
 
@@ -98,13 +98,6 @@ class KnownTensor:
         return f"{self.name}, {self.shape} in {self.dtype}" + (f" ({self.note})" if self.note else "")
 
 
-class _Shape(NamedTuple):
-    kind: Kind
-    name: str
-    axes: tuple[int, ...]
-    note: str = ""
-
-
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
     """Bounds the bytes of the tensor that a printed request was for.
 
@@ -130,13 +123,11 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
     """
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
-    batches = (_of_a_batch(configuration, *of) for of in product(configuration.batch, configuration.seq_len))
-    for shape in chain(*batches, _of_the_weights(configuration)):
-        for name, size in configuration.dtypes:
-            if low <= (count := math.prod(shape.axes) * size) <= high:
-                text = " x ".join(f"{axis:,}" for axis in shape.axes)
-                tensor = KnownTensor(shape.kind, shape.name, text, name, count, note=shape.note)
-                fitting.setdefault((shape.name, name), tensor)
+    for kind, title, axes, note in _shapes(configuration):
+        for name, size in configuration.dtypes if all(axes) else ():
+            if low <= (count := math.prod(axes) * size) <= high:
+                text = " x ".join(f"{axis:,}" for axis in axes)
+                fitting.setdefault((title, name), KnownTensor(kind, title, text, name, count, note=note))
     found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
     if any(tensor.kind is Kind.LOGITS for tensor in found):
         return tuple(found)
@@ -150,26 +141,29 @@ def named_vocabularies(log: str) -> tuple[int, ...]:
 
 def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
     """Guesses which common vocabulary's logits have the bytes of a request, by a number of rows that is round."""
-    low, high = span
-    if low < _LEAST_GUESSED_BYTES:
+    if span[0] < _LEAST_GUESSED_BYTES:
         return ()
     found = []
     for vocab, (whose, _) in VOCABULARIES.items():
-        if vocabularies and vocab not in vocabularies:
+        fitting = _counts(span, 4 * vocab)
+        if not fitting or (vocabularies and vocab not in vocabularies):
             continue
-        fewest, most = -(-low // (4 * vocab)), high // (4 * vocab)
-        if fewest > most:
-            continue
-        rows = max(range(fewest, most + 1), key=_roundness)
+        rows = max(fitting, key=_roundness)
         if vocabularies or _roundness(rows) >= _LEAST_ROUND:
             # Some number fits nearly every vocabulary. It surprises if its power of two is large for the open range.
-            surprise = _roundness(rows) / (most - fewest + 1)
-            found.append((surprise, rows, vocab, whose))
+            found.append((_roundness(rows) / len(fitting), rows, vocab, whose))
     guessed = []
     for _, rows, vocab, whose in sorted(found, reverse=True)[:_MOST_GUESSES]:
-        name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{_as_batch(rows)}"
+        batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)  # a usual one
+        example = "" if batch is None else f", such as {batch} x {rows // batch:,}"
+        name, shape = f"logits of V = {vocab:,} ({whose})", f"B*T = {rows:,} rows{example}"
         guessed.append(KnownTensor(Kind.LOGITS, name, shape, "float32", 4 * rows * vocab, exact=False, guessed=True))
     return tuple(guessed)
+
+
+def _counts(span: tuple[int, int], size: int) -> range:
+    """Gives the numbers that, times a size, lie within a span."""
+    return range(-(-span[0] // size), span[1] // size + 1)
 
 
 def _roundness(number: int) -> int:
@@ -177,41 +171,22 @@ def _roundness(number: int) -> int:
     return number & -number if number else 0
 
 
-def _as_batch(rows: int) -> str:
-    """Writes rows as a batch of sequences, if a usual batch size divides them."""
-    batch = next((size for size in (32, 16, 8, 4) if rows % size == 0 and rows // size >= 16), None)
-    return "" if batch is None else f", such as {batch} x {rows // batch:,}"
-
-
-def _of_a_batch(known: Configuration, batch: int, tokens: int) -> Iterator[_Shape]:
-    width, kv_heads = known.width_of_head, known.kv_heads or known.heads
-    if known.vocab:
-        for length in (tokens, tokens - 1, tokens + 1):
-            # One more or less: the last token predicts nothing, or an end token is added.
-            if length > 0:
-                yield _Shape(Kind.LOGITS, _LOGITS, (batch, length, known.vocab), _COPIES)
-    if known.heads:
-        yield _Shape(Kind.SCORES, "attention scores [B, H, T, T]", (batch, known.heads, tokens, tokens))
-    if kv_heads and width:
-        yield _Shape(Kind.CACHE, "keys or values of one layer [B, H, T, d]", (batch, kv_heads, tokens, width))
-        if known.layers:
-            yield _Shape(
-                Kind.CACHE, "the whole KV cache [2, L, B, H, T, d]", (2, known.layers, batch, kv_heads, tokens, width)
-            )
-    if known.inner:
-        yield _Shape(Kind.HIDDEN, "activations of the feed-forward part [B, T, I]", (batch, tokens, known.inner))
-    if known.hidden:
-        yield _Shape(Kind.HIDDEN, "hidden states [B, T, D], or queries", (batch, tokens, known.hidden))
-
-
-def _of_the_weights(known: Configuration) -> Iterator[_Shape]:
-    if not known.hidden:
-        return
-    if known.vocab:
-        yield _Shape(Kind.WEIGHT, "output head or embedding [V, D]", (known.vocab, known.hidden), _MOMENTS)
-    if known.inner:
-        yield _Shape(Kind.WEIGHT, "a feed-forward matrix [I, D]", (known.inner, known.hidden), _MOMENTS)
-        yield _Shape(Kind.WEIGHT, "gate and up matrix together [2, I, D]", (2, known.inner, known.hidden), _MOMENTS)
+def _shapes(known: Configuration) -> Iterator[tuple[Kind, str, tuple[Any, ...], str]]:
+    """Yields the shapes of a network's tensors: kind, name, axes (None where unknown), and what else has the shape."""
+    vocab, width, inner, heads = known.vocab, known.hidden, known.inner, known.heads
+    kv_heads, of_head = known.kv_heads or heads, known.width_of_head
+    for batch, tokens in product(known.batch, known.seq_len):
+        # One more or less: the last token predicts nothing, or an end token is added.
+        yield from ((Kind.LOGITS, _LOGITS, (batch, tokens + more, vocab), _COPIES) for more in (0, -1, 1))
+        yield Kind.SCORES, "attention scores [B, H, T, T]", (batch, heads, tokens, tokens), ""
+        yield Kind.CACHE, "keys or values of one layer [B, H, T, d]", (batch, kv_heads, tokens, of_head), ""
+        whole = 2, known.layers, batch, kv_heads, tokens, of_head
+        yield Kind.CACHE, "the whole KV cache [2, L, B, H, T, d]", whole, ""
+        yield Kind.HIDDEN, "activations of the feed-forward part [B, T, I]", (batch, tokens, inner), ""
+        yield Kind.HIDDEN, "hidden states [B, T, D], or queries", (batch, tokens, width), ""
+    yield Kind.WEIGHT, "output head or embedding [V, D]", (vocab, width), _MOMENTS
+    yield Kind.WEIGHT, "a feed-forward matrix [I, D]", (inner, width), _MOMENTS
+    yield Kind.WEIGHT, "gate and up matrix together [2, I, D]", (2, inner, width), _MOMENTS
 
 
 def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[KnownTensor]:
@@ -219,30 +194,27 @@ def _solved_logits(span: tuple[int, int], known: Configuration) -> Iterator[Know
     if not known.vocab:
         return
     for name, size in known.dtypes:
-        fewest, most = -(-span[0] // (size * known.vocab)), span[1] // (size * known.vocab)
-        solved = _rows_as(fewest, most, known)
-        if solved is not None:
+        rows_in_span = _counts(span, size * known.vocab)
+        if rows_in_span and (solved := _rows_as(rows_in_span, known)) is not None:
             rows, shape = solved[0], f"{solved[1]} x {known.vocab:,}"
             yield KnownTensor(Kind.LOGITS, _LOGITS, shape, name, rows * size * known.vocab, exact=False, note=_COPIES)
 
 
-def _rows_as(fewest: int, most: int, known: Configuration) -> tuple[int, str] | None:
-    """Writes a number of rows within bounds as a batch and a length that the configuration allows."""
-    if fewest > most:
-        return None
-    longest = max(known.seq_len, default=None)
+def _rows_as(rows: range, known: Configuration) -> tuple[int, str] | None:
+    """Writes one of some numbers of rows as a batch and a length that the configuration allows."""
+    span, longest = (rows[0], rows[-1]), max(known.seq_len, default=None)
     for batch in known.batch:
-        lengths = range(-(-fewest // batch), most // batch + 1)
+        lengths = _counts(span, batch)
         if lengths and (longest is None or lengths[-1] <= longest + 1):
             length = max(lengths, key=_roundness)
             text = f"{length:,}" if len(lengths) == 1 else f"{length:,} ({lengths[0]:,} to {lengths[-1]:,} would fit)"
             return batch * length, f"{batch:,} x T = {text}"
     largest = max(known.batch, default=None)
     for length in known.seq_len:
-        batches = range(-(-fewest // length), most // length + 1)
+        batches = _counts(span, length)
         if batches and (largest is None or batches[-1] <= largest):
             return batches[0] * length, f"B = {batches[0]:,} x {length:,}"
     if known.batch and known.seq_len:
         return None
-    rows = max(range(fewest, most + 1), key=_roundness)
-    return rows, f"B*T = {rows:,} ({fewest:,} to {most:,} would fit)"
+    best = max(rows, key=_roundness)
+    return best, f"B*T = {best:,} ({rows[0]:,} to {rows[-1]:,} would fit)"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from memsafe_rl.diagnostics.environment_checks import Environment, Finding, check_threads, finding, in_order
+from memsafe_rl.diagnostics.environment_checks import Environment, Finding, check_threads, finding, in_order, nearest
 from memsafe_rl.units import format_bytes
 
 _OLD_KEYS = ("fp16", "dynamo_backend")  # keys of earlier versions that accelerate still converts
@@ -60,8 +59,7 @@ def _unknown_keys(content: Mapping[Any, Any], name: str, keys: Collection[str]) 
     for key in content:
         if key in keys or key in _OLD_KEYS:
             continue
-        near = difflib.get_close_matches(str(key), list(keys), n=1, cutoff=0.75)
-        remedy = _MOVED.get(str(key)) or (f"Write {near[0]}." if near else "Remove it.")
+        remedy = _MOVED.get(str(key)) or nearest(str(key), keys, 0.75, "Remove it.")
         yield finding("accelerate-key", key=key, name=name, remedy=remedy)
 
 
@@ -74,8 +72,7 @@ def _distribution(content: Mapping[Any, Any], name: str, known: Collection[str])
     elif str(kind) in _SHARDED:
         yield finding("accelerate-sharded", kind=kind, name=name, whose=_SHARDED[str(kind)])
     elif str(kind) not in known:
-        near = difflib.get_close_matches(str(kind).upper(), list(known), n=1, cutoff=0.5)
-        remedy = f"Write {near[0]}." if near else "Write 'NO' or MULTI_GPU."
+        remedy = nearest(str(kind).upper(), known, 0.5, "Write 'NO' or MULTI_GPU.")
         yield finding("accelerate-distributed/unknown", kind=kind, name=name, remedy=remedy)
     elif str(kind) not in _SUPPORTED:
         yield finding("accelerate-sharded/other", kind=kind, name=name)
@@ -128,8 +125,7 @@ def _precision(content: Mapping[Any, Any], name: str, known: Collection[str]) ->
     if precision is False:
         yield finding("accelerate-precision/unquoted", name=name)
     elif str(precision).lower() not in known:
-        near = difflib.get_close_matches(str(precision).lower(), list(known), n=1, cutoff=0.4)
-        remedy = f"Write {near[0]}." if near else "Write bf16, fp16 or 'no'."
+        remedy = nearest(str(precision).lower(), known, 0.4, "Write bf16, fp16 or 'no'.")
         listed = ", ".join(known)
         yield finding("accelerate-precision/unknown", precision=precision, name=name, known=listed, remedy=remedy)
     elif str(precision).lower() == "fp8":

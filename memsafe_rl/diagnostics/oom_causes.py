@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +20,7 @@ from memsafe_rl.diagnostics.known_tensors import (
     named_vocabularies,
     span_of,
 )
-from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, Place
+from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, Place, Printed
 from memsafe_rl.units import format_bytes
 
 STRANDED_SHARE = 0.15
@@ -172,17 +173,15 @@ def _because(cause: Cause, decisive: bool = False, case: str = "", **values: obj
 
 def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> tuple[Reason, ...]:
     guessed = bool(tensors) and tensors[0].guessed
-    first = (_special, _too_large, _limit, _neighbours_reason, _fragments)
-    reasons = [*(find(message) for find in first), None if guessed else _tensor(tensors)]
-    reasons += (find(message) for find in (_pools, _outside_reason, _room_refused))
-    found = [reason for reason in reasons if reason is not None]
-    if not any(reason.decisive for reason in found) and (full := _full(message)) is not None:
-        found.append(full)
+    found = [*filter(None, [_special(message)]), *_of_the_request(message)]
+    found += () if guessed else _tensor(tensors)
+    found += _of_the_device(message, limited=any(reason.cause is Cause.LIMIT for reason in found))
+    if not any(reason.decisive for reason in found):
+        found += _full(message)
     if not found:
         asked = message.requested
         found.append(_because(Cause.UNTOLD, case="" if asked is None else "UNTOLD_REST", asked=asked))
-    if guessed and (guess := _tensor(tensors)) is not None:
-        found.append(guess)
+    found += _tensor(tensors) if guessed else ()
     # Decisive ones first.
     return tuple(sorted(found, key=lambda reason: not reason.decisive))
 
@@ -210,93 +209,62 @@ def _special(message: OutOfMemoryMessage) -> Reason | None:
     return None
 
 
-def _too_large(message: OutOfMemoryMessage) -> Reason | None:
-    limit = message.total or (message.allowed if message.allocator is Allocator.MPS else None)
-    asked = message.requested
-    if asked is None or limit is None or message.allocator is Allocator.BUDGET or asked.count <= limit.count:
-        return None
-    return _because(Cause.TOO_LARGE, True, asked=asked, limit=limit)
+def _count(size: Printed | None) -> float:
+    """Gives a figure in bytes; NaN, of which every comparison is false, where the message has none."""
+    return math.nan if size is None else size.count
 
 
-def _limit(message: OutOfMemoryMessage) -> Reason | None:
-    if message.allowed is None or message.requested is None or message.allocated is None:
-        return None
-    held = message.in_use.count if message.allocator is Allocator.MPS and message.in_use else _reserved(message)
-    if held + message.requested.count <= message.allowed.count - _REPORTING_GAP_BYTES // 8:
-        return None
-    spare = "" if message.free is None else f", though {message.free} of the device are free"
-    return _because(Cause.LIMIT, True, allowed=message.allowed, held=format_bytes(held), spare=spare)
+def _of_the_request(message: OutOfMemoryMessage) -> Iterator[Reason]:
+    """Finds why the request did not fit: the size of the device, a limit, other processes, stranded memory."""
+    asked, total, free = _count(message.requested), _count(message.total), message.free.count if message.free else 0
+    on_mps = message.allocator is Allocator.MPS
+    limit = message.total or (message.allowed if on_mps else None)
+    if asked > _count(limit) and message.allocator is not Allocator.BUDGET:
+        yield _because(Cause.TOO_LARGE, True, asked=message.requested, limit=limit)
+    held = message.in_use.count if on_mps and message.in_use else _reserved(message)
+    if message.allocated is not None and held + asked > _count(message.allowed) - _REPORTING_GAP_BYTES // 8:
+        spare = "" if message.free is None else f", though {message.free} of the device are free"
+        yield _because(Cause.LIMIT, True, allowed=message.allowed, held=format_bytes(held), spare=spare)
+    others = _neighbours(message)
+    if others and others >= _NEIGHBOURS_SHARE * total and not free > asked:
+        own, decisive = own_process(message), free + others >= asked
+        listed = ", ".join(f"process {number} {size}" for number, size in message.processes if number != own)
+        names = listed or "whatever is neither free nor held by this process"
+        without = "; without them the request would fit" if decisive else ""
+        texts = {"names": names, "without": without}
+        yield _because(Cause.NEIGHBOURS, decisive, "", others=format_bytes(others), total=message.total, **texts)
+    share, stranded = _stranded_share(message), _count(message.stranded)
+    if share is not None and share >= STRANDED_SHARE and stranded >= 64 * 2**20:
+        fits = stranded + free >= asked
+        case = "FRAGMENTS" if fits else "FRAGMENTS_TOO_FEW"
+        yield _because(Cause.FRAGMENTS, fits, case, stranded=message.stranded, share=share)
 
 
-def _neighbours_reason(message: OutOfMemoryMessage) -> Reason | None:
-    others, asked, free = _neighbours(message), message.requested, message.free.count if message.free else 0
-    if not others or message.total is None or others < _NEIGHBOURS_SHARE * message.total.count:
-        return None
-    if asked is not None and free > asked.count:
-        return None
-    decisive = asked is not None and free + others >= asked.count
-    own = own_process(message)
-    listed = ", ".join(f"process {number} {size}" for number, size in message.processes if number != own)
-    return _because(
-        Cause.NEIGHBOURS,
-        decisive,
-        others=format_bytes(others),
-        total=message.total,
-        names=listed or "whatever is neither free nor held by this process",
-        without="; without them the request would fit" if decisive else "",
-    )
+def _tensor(tensors: tuple[KnownTensor, ...]) -> Iterator[Reason]:
+    for best in tensors[:1]:
+        solved = "" if best.exact else "; batch or length is inferred"
+        others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
+        yield _because(Cause.TENSOR, case="GUESS" if best.guessed else "", best=best, solved=solved, others=others)
 
 
-def _fragments(message: OutOfMemoryMessage) -> Reason | None:
-    share, stranded, asked = _stranded_share(message), message.stranded, message.requested
-    if share is None or stranded is None or share < STRANDED_SHARE or stranded.count < 64 * 2**20:
-        return None
-    fits = asked is not None and stranded.count + (message.free.count if message.free else 0) >= asked.count
-    return _because(Cause.FRAGMENTS, fits, "FRAGMENTS" if fits else "FRAGMENTS_TOO_FEW", stranded=stranded, share=share)
+def _of_the_device(message: OutOfMemoryMessage, *, limited: bool) -> Iterator[Reason]:
+    """Finds what else holds the device, and whether it refused although it had room."""
+    asked, total, outside = _count(message.requested), _count(message.total), _outside(message)
+    if _count(message.private_pools) >= _POOLS_SHARE * total:
+        yield _because(Cause.POOLS, pools=message.private_pools)
+    if outside is not None and outside >= _GIB and outside >= _OUTSIDE_SHARE * _count(message.total or message.allowed):
+        case = "OUTSIDE_MPS" if message.allocator is Allocator.MPS else "OUTSIDE"
+        yield _because(Cause.OUTSIDE, case=case, outside=format_bytes(outside))
+    if _count(message.free) > asked and not limited and not asked > total:
+        case = "ROOM_REFUSED_XPU" if message.allocator is Allocator.XPU and asked > 4 * _GIB else "ROOM_REFUSED"
+        yield _because(Cause.ROOM_REFUSED, True, case, asked=message.requested, free=message.free)
 
 
-def _tensor(tensors: tuple[KnownTensor, ...]) -> Reason | None:
-    if not tensors:
-        return None
-    best = tensors[0]
-    if best.guessed:
-        return _because(Cause.TENSOR, case="GUESS", best=best)
-    solved = "" if best.exact else "; batch or length is inferred"
-    others = f"; {len(tensors) - 1} others would fit too" if len(tensors) > 1 else ""
-    return _because(Cause.TENSOR, best=best, solved=solved, others=others)
-
-
-def _pools(message: OutOfMemoryMessage) -> Reason | None:
-    pools, total = message.private_pools, message.total
-    if pools is None or total is None or pools.count < _POOLS_SHARE * total.count:
-        return None
-    return _because(Cause.POOLS, pools=pools)
-
-
-def _outside_reason(message: OutOfMemoryMessage) -> Reason | None:
-    outside, of = _outside(message), message.total or message.allowed
-    if outside is None or of is None or outside < max(_OUTSIDE_SHARE * of.count, _GIB):
-        return None
-    case = "OUTSIDE_MPS" if message.allocator is Allocator.MPS else "OUTSIDE"
-    return _because(Cause.OUTSIDE, case=case, outside=format_bytes(outside))
-
-
-def _room_refused(message: OutOfMemoryMessage) -> Reason | None:
-    free, asked = message.free, message.requested
-    if free is None or asked is None or free.count <= asked.count or _limit(message) is not None:
-        return None
-    if message.total is not None and asked.count > message.total.count:
-        return None
-    case = "ROOM_REFUSED_XPU" if message.allocator is Allocator.XPU and asked.count > 4 * _GIB else "ROOM_REFUSED"
-    return _because(Cause.ROOM_REFUSED, True, case, asked=asked, free=free)
-
-
-def _full(message: OutOfMemoryMessage) -> Reason | None:
+def _full(message: OutOfMemoryMessage) -> Iterator[Reason]:
     held, of = message.allocated, message.total or message.allowed
-    if held is None or of is None or held.count < _FULL_SHARE * of.count:
-        return None
-    share = held.count / of.count
-    return _because(Cause.FULL, case="FULL_AND_MOVED" if share > 1 else "FULL", held=held, of=of, share=share)
+    share = _count(held) / (_count(of) or math.nan)
+    if share >= _FULL_SHARE:
+        yield _because(Cause.FULL, case="FULL_AND_MOVED" if share > 1 else "FULL", held=held, of=of, share=share)
 
 
 _TABLE = yaml.load(

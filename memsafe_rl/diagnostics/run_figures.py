@@ -96,9 +96,14 @@ def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
     return {name: int(value) for name, value in found.items() if value is not None}
 
 
+def column(records: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """Lists a metric's values, None where one is no number."""
+    return [number(record.get(name)) for record in records]
+
+
 def known(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     """Lists a metric's values where they are numbers."""
-    return [value for record in records if (value := number(record.get(name))) is not None]
+    return [value for value in column(records, name) if value is not None]
 
 
 def number(value: Any) -> float | None:

@@ -20,11 +20,8 @@ _PARSING_SECONDS = 10
 _VERIFYING_SECONDS = 5
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    reward: float | None
-    gold: str
-    answer: str
+_Verdict = tuple[float | None, str, str]
+"""A reward, the solution as it was read, and the answer."""
 
 
 def accuracy_reward(
@@ -48,13 +45,13 @@ def reasoning_accuracy_reward(
 ) -> list[float | None]:
     """Gives 1 where the answer after the reasoning equals the solution, 0 where it does not or reasoning never ends."""
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    verdicts = []
+    verdicts: list[_Verdict] = []
     with _quiet_off_the_main_thread():
         for completion, gold in zip(completions, solution, strict=True):
             text = first_text(completion)
             delimiter = next((mark for mark in delimiters if mark in text), None)
             if delimiter is None:
-                verdicts.append(_Verdict(0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
+                verdicts.append((0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
             else:
                 verdicts.append(_judge(text.rpartition(delimiter)[2], gold))
     return _logged(verdicts, solution, log_extra)
@@ -113,10 +110,10 @@ def _judge(text: str, solution: str) -> _Verdict:
     parsing_seconds, verifying_seconds = (_PARSING_SECONDS, _VERIFYING_SECONDS) if timed else (None, None)
     gold = parse(str(solution), parsing_timeout=parsing_seconds)
     if not gold:
-        return _Verdict(None, "[unparseable]", "[skipped]")
+        return None, "[unparseable]", "[skipped]"
     answer = parse(text, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=parsing_seconds)
     reward = float(verify(gold, answer, timeout_seconds=verifying_seconds))
-    return _Verdict(reward, str(gold), str(answer) if answer else "[unparseable]")
+    return reward, str(gold), str(answer) if answer else "[unparseable]"
 
 
 def _math_verify() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
@@ -153,9 +150,9 @@ def _quiet_off_the_main_thread() -> Iterator[None]:
 def _logged(verdicts: list[_Verdict], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", [verdict.gold for verdict in verdicts])
-        log_extra("answer_parsed", [verdict.answer for verdict in verdicts])
-    return [verdict.reward for verdict in verdicts]
+        log_extra("gold_parsed", [gold for _, gold, _ in verdicts])
+        log_extra("answer_parsed", [answer for _, _, answer in verdicts])
+    return [reward for reward, _, _ in verdicts]
 
 
 accuracy_reward.required_packages = _PACKAGES  # type: ignore[attr-defined]

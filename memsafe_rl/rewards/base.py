@@ -12,7 +12,7 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,9 @@ from memsafe_rl.accounting import hold, weights_of
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rewards.background import BackgroundLoop
 from memsafe_rl.rewards.calls import (
-    Awaited,
     Begun,
     Calls,
+    Pending,
     RewardFunction,
     TimeoutPolicy,
     function_name,
@@ -64,12 +64,8 @@ class RewardScores:
     timeouts: Mapping[str, int] = field(default_factory=dict)
 
 
-class PendingScores(NamedTuple):
-    """Rewards of a rollout whose async functions may still be under way."""
-
-    result: Callable[[], RewardScores]  # waits for them
-    cancel: Callable[[], object]
-
+PendingScores = Pending[RewardScores]
+"""Rewards of a rollout whose async functions may still be under way."""
 
 Calculation = Callable[
     [Sequence[Any], Sequence[Any], Sequence[Sequence[int]], Mapping[str, Any], Any, Attempt], PendingScores
@@ -189,7 +185,12 @@ class RewardRunner:
     ) -> PendingScores:
         """Has `calculate` reward all rows once; async functions may still be under way afterwards."""
         columns = dict(columns or {})
-        _check_rows(len(prompts), {"completions": completions, "completion_ids": completion_ids, **columns})
+        for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
+            if isinstance(values, (list, tuple)) and len(values) != len(prompts):
+                raise DataError(
+                    f"{name!r} has {len(values)} values for {len(prompts)} prompts. Give reward functions one for each "
+                    "prompt."
+                )
         self.check_columns(columns)
         return self.calculate(prompts, completions, completion_ids, columns, trainer_state, attempt)
 
@@ -211,21 +212,20 @@ class RewardRunner:
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         calls = Calls({**columns, **given, "trainer_state": trainer_state}, len(prompts), self._patience)
         if len(prompts) == 0:
-            return PendingScores(lambda: RewardScores(torch.zeros(0, len(self._sources)), self.names), lambda: None)
-        columns_F: dict[int, list[float]] = {}
-        functions: dict[int, RewardFunction] = {}
-        for index, source in enumerate(self._sources):
+            return PendingScores(lambda: RewardScores(torch.zeros(0, len(self._sources)), self.names))
+        found: dict[str, list[float]] = {}
+        functions: dict[str, RewardFunction] = {}
+        for name, source in zip(self.names, self._sources, strict=True):
             if not isinstance(source, RewardModel):
-                functions[index] = source
+                functions[name] = source
                 continue
-            with calls.timed(self.names[index]):
-                columns_F[index] = attempt(functools.partial(source.score, prompts, completions)).tolist()
-        awaited = self._call(functions, calls, columns_F)
+            with calls.timed(name):
+                found[name] = attempt(functools.partial(source.score, prompts, completions)).tolist()
+        awaited = self._call(functions, calls, found)
 
         def finish() -> RewardScores:
-            outputs = zip(awaited.names, awaited.result(), strict=True)
-            later = {self.names.index(name): self._numbers(name, output, len(prompts)) for name, output in outputs}
-            rewards = [(columns_F | later)[index] for index in range(len(self._sources))]
+            later = {name: self._numbers(name, output, len(prompts)) for name, output in awaited.result().items()}
+            rewards = [(found | later)[name] for name in self.names]
             self._warn_of_unscored(rewards, prompts)
             rewards_BF = attempt(functools.partial(_by_row, rewards))
             return RewardScores(
@@ -238,17 +238,18 @@ class RewardRunner:
         """Stops the thread in which async functions run."""
         self._loop.close()
 
-    def _call(self, functions: Mapping[int, RewardFunction], calls: Calls, found: dict[int, list[float]]) -> Awaited:
+    def _call(
+        self, functions: Mapping[str, RewardFunction], calls: Calls, found: dict[str, list[float]]
+    ) -> Pending[dict[str, Any]]:
         """Calls the functions, those that are not async first, and has the async ones run."""
         begun: dict[str, Begun] = {}
         try:
-            for index, function in sorted(functions.items(), key=lambda item: is_async(item[1])):
-                name = self.names[index]
+            for name, function in sorted(functions.items(), key=lambda item: is_async(item[1])):
                 output = calls.first(name, function)
                 if inspect.iscoroutine(output):
                     begun[name] = function, output
                 else:
-                    found[index] = self._numbers(name, output, calls.rows)
+                    found[name] = self._numbers(name, output, calls.rows)
         except BaseException:
             for _, waiting in begun.values():
                 waiting.close()
@@ -343,14 +344,6 @@ def _one_each(setting: str, given: Any, count: int, *, default: Any) -> list[Any
             f"{setting} has {len(values)} entries for {count} reward functions. Give one for each, in their order."
         )
     return values
-
-
-def _check_rows(rows: int, columns: Mapping[str, Any]) -> None:
-    for name, values in columns.items():
-        if isinstance(values, (list, tuple)) and len(values) != rows:
-            raise DataError(
-                f"{name!r} has {len(values)} values for {rows} prompts. Give reward functions one for each prompt."
-            )
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:

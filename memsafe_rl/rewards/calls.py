@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards.background import BackgroundLoop
+
+Result = TypeVar("Result")
 
 RewardFunction = Callable[..., Any]
 """Called with ``prompts``, ``completions``, ``completion_ids``, the dataset's columns and more, all by keyword; gives
@@ -68,11 +70,10 @@ Begun = tuple[RewardFunction, Coroutine[Any, Any, Any]]
 """An async function, which makes further calls, and its first call, not yet run."""
 
 
-class Awaited(NamedTuple):
-    """Async functions under way."""
+class Pending(NamedTuple, Generic[Result]):
+    """What async functions may still be working on."""
 
-    names: Sequence[str]
-    result: Callable[[], list[Any]] = list
+    result: Callable[[], Result]  # waits for it
     cancel: Callable[[], object] = lambda: None
 
 
@@ -112,14 +113,14 @@ class Calls:
             )
         return output
 
-    def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Awaited:
-        """Has async functions run together, beside whatever the caller does next."""
+    def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Pending[dict[str, Any]]:
+        """Has async functions run together, beside whatever the caller does next; gives their outputs by name."""
         if not begun:
-            return Awaited(())
+            return Pending(dict)
         started, answered = time.monotonic(), set[str]()
         running = loop.start([self._answer(name, call, answered) for name, call in begun.items()])
 
-        def result() -> list[Any]:
+        def result() -> dict[str, Any]:
             limit = self._patience.deadline_seconds
             left = None if limit is None else max(0.0, started + limit - time.monotonic())
             if not loop.ended(running, left):
@@ -131,11 +132,11 @@ class Calls:
                     "`await asyncio.to_thread(...)`."
                 )
             try:
-                return running.result()
+                return dict(zip(begun, running.result(), strict=True))
             except asyncio.CancelledError as error:
                 raise _cancelled([name for name in begun if name not in answered] or list(begun)) from error
 
-        return Awaited(tuple(begun), result, running.cancel)
+        return Pending(result, running.cancel)
 
     async def _answer(self, name: str, begun: Begun, answered: set[str]) -> Any:
         """Waits for an async function, and calls it again while it takes too long and may be."""
@@ -151,7 +152,11 @@ class Calls:
                     if not timer.expired():
                         raise
                 self.timeouts[name] += 1
-                self._tell_of_timeout(name, left)
+                then = "It is called again." if left else "It is not called again."
+                if not left and patience.gives_none:
+                    then = f"Its rewards of {self.rows} completions are None."
+                told = "Reward function %r did not answer within %g seconds. %s"
+                logger.warning(told, name, patience.timeout_seconds, then)
                 coroutine = self._output(name, function) if left else coroutine
         answered.add(name)
         if patience.gives_none:
@@ -160,14 +165,6 @@ class Calls:
             f"Reward function {name!r} did not answer for {self.rows} completions within {patience.timeout_seconds:g} "
             f"seconds (reward_timeout_seconds), called {patience.retries + 1} time(s). Raise reward_timeout_seconds or "
             "reward_retries, or set reward_timeout_result='none' to continue without its rewards."
-        )
-
-    def _tell_of_timeout(self, name: str, left: int) -> None:
-        then = "It is called again." if left else "It is not called again."
-        if not left and self._patience.gives_none:
-            then = f"Its rewards of {self.rows} completions are None."
-        logger.warning(
-            "Reward function %r did not answer within %g seconds. %s", name, self._patience.timeout_seconds, then
         )
 
     def _output(self, name: str, function: RewardFunction) -> Any:

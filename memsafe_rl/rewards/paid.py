@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,28 +69,13 @@ class Ask:
                 raise ConfigError(f"{name} is {given!r:.100}. Give {instead}.")
 
 
-@dataclass
 class _Round:
     """What one rollout's questions share: the calls that may run at a time, and what became of them."""
 
-    concurrency: int
-    slots: asyncio.Semaphore = field(init=False)
-    threads: ThreadPoolExecutor = field(init=False)
-    failure: Exception | None = None
-    calls: int = 0
-    asked: int = 0
-    fell_back: int = 0
-    cost: float = 0.0
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.slots, self.threads = asyncio.Semaphore(self.concurrency), ThreadPoolExecutor(self.concurrency)
-
-    def metrics(self) -> dict[str, float]:
-        """Gives what is logged."""
-        seconds = self.seconds / max(self.calls, 1)
-        counts = {"asked": self.asked, "calls": self.calls, "fell_back": self.fell_back}
-        return {**counts, "cost": self.cost, "seconds_per_call": seconds}
+    def __init__(self, concurrency: int) -> None:
+        self.slots, self.threads = asyncio.Semaphore(concurrency), ThreadPoolExecutor(concurrency)
+        self.failure: Exception | None = None
+        self.count: dict[str, float] = dict.fromkeys(("asked", "calls", "fell_back", "cost", "seconds_per_call"), 0)
 
 
 class PaidReward:
@@ -149,7 +134,8 @@ class PaidReward:
         if call.failure is not None:
             raise call.failure
         answers = known | dict(zip(asked, given, strict=True))
-        for metric, value in call.metrics().items():
+        call.count["seconds_per_call"] /= max(call.count["calls"], 1)
+        for metric, value in call.count.items():
             log_metric(f"{self.__name__}/{metric}", value)
         return [answers[question][0] for question in questions]
 
@@ -181,13 +167,13 @@ class PaidReward:
                 except Exception as error:
                     self._note(error, attempt, call)
                 else:
-                    call.asked += 1
-                    call.cost += answer[1]
+                    call.count["asked"] += 1
+                    call.count["cost"] += answer[1]
                     return answer
                 if attempt < self._ask.retries:
                     await asyncio.sleep(random.uniform(0, self._ask.backoff_seconds * 2**attempt))
         fallback: Any = self._ask.fallback
-        call.fell_back += 1
+        call.count["fell_back"] += 1
         return fallback, 0.0
 
     def _note(self, error: Exception, attempt: int, call: _Round) -> None:
@@ -209,8 +195,8 @@ class PaidReward:
                 ask = functools.partial(self._judge, **given)
                 return await asyncio.get_running_loop().run_in_executor(call.threads, ask)
         finally:
-            call.calls += 1
-            call.seconds += time.perf_counter() - began
+            call.count["calls"] += 1
+            call.count["seconds_per_call"] += time.perf_counter() - began
 
     def _connect(self) -> sqlite3.Connection:
         return sqlite3.connect(self._path or "", timeout=60, isolation_level=None)

@@ -48,13 +48,8 @@ class SoftOverlongPunishment:
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """Rewards every completion by its length."""
-        return [self._punishment(len(ids)) for ids in completion_ids]
-
-    def _punishment(self, length: int) -> float:
-        free = self.max_completion_len - self.soft_punish_cache
-        if length <= free:
-            return 0.0
-        return (free - length) / self.soft_punish_cache if length <= self.max_completion_len else -1.0
+        free, fall = self.max_completion_len - self.soft_punish_cache, max(1, self.soft_punish_cache)
+        return [max(-1.0, min(0.0, (free - len(ids)) / fall)) for ids in completion_ids]
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def test_a_run_of_ppo(monkeypatch: pytest.MonkeyPatch, trainer: type[FakeTrainer
 def test_a_run_of_rloo(run_file: Path) -> None:
     request = read_request([str(run_file), "--trainer", "rloo", "--reward-clip-range", "-1,2"])
     run = training_module.prepare(request)
-    assert training_module.trainer_of(run) is RLOOTrainer
+    assert training_module.TRAINERS[run.fields.trainer] is RLOOTrainer
     assert isinstance(run.config, RLOOConfig)
     assert run.config.reward_clip_range == [-1.0, 2.0]
 

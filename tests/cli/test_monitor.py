@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from memsafe_rl.callbacks.status_file import StatusFile
 from memsafe_rl.cli import app
 from memsafe_rl.cli import monitor as monitoring_module
-from memsafe_rl.cli.monitor import Liveness, Sighting, View, advice, as_json, band, look, render
+from memsafe_rl.cli.monitor import Liveness, Sighting, View, advice, as_json, look, render
 from memsafe_rl.diagnostics import status as status_module
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, runs_alive, write_json
 from memsafe_rl.memory.runtime import cards as cards_module
@@ -355,7 +355,7 @@ def test_a_view_shows_card_neighbours_ranks_and_peaks() -> None:
         assert words in told
     for words in ("0 *", "97 %", "2 out-of-memory errors", "danger", "77", "update", "49.00 GiB", "in update"):
         assert words in told
-    assert band(other.status) == "danger"
+    assert other.band == "danger"
     written = json.loads(as_json(view))
     assert written["ranks"][0]["pid"] == 77
     assert written["neighbours"] == [{"pid": 9, "name": "notebook", "used_bytes": GIB}]

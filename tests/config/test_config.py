@@ -32,6 +32,7 @@ from transformers.training_args import OptimizerNames, ParallelMode
 
 from memsafe_rl.config import grpo as grpo_module
 from memsafe_rl.config import validation
+from memsafe_rl.config.alarm_rules import KLStop
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.refusals import ALIASES, REFUSED
@@ -46,7 +47,6 @@ from memsafe_rl.config.settings import (
     RLOOSettings,
 )
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
-from memsafe_rl.config.views import KLStop
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy
 from memsafe_rl.ops.advantages import AdvantageEstimator

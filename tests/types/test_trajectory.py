@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 
-from memsafe_rl.checkpoint.trajectory_file import load_trajectory, save_trajectory
+from memsafe_rl.checkpoint.store import load_trajectory, save_trajectory
 from memsafe_rl.types import Ragged, Trajectory
 
 
