@@ -156,8 +156,7 @@ class EpisodeBatch:
         for one, completion in zip(speaking, drawn, strict=True):
             one.take(completion)
             action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
-            drew = {"ids": tuple(one.drawn), "logprobs": tuple(completion.logprobs.tolist())}
-            one.action = action = replace(action, prompt_ids=tuple(one.context), **drew)
+            one.action = replace(action, prompt_ids=one.context, ids=one.drawn, logprobs=completion.logprobs.tolist())
             one.messages.append(action.message)
             one.malformed += action.malformed
             if not completion.finished:

@@ -49,14 +49,14 @@ class MCPTools:
         self._server, self._named = _target(server, env), f"{server!r:.100}"
         self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
         self._ready, self._error = threading.Event(), ""
-        self._listed: Sequence[Any] = ()
+        self._listed: list[Any] = []
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
         self._thread.start()
         if not self._ready.wait(timeout_seconds) or self._error:
             self.close()
             reason = self._error or f"it did not answer within {timeout_seconds:g} seconds"
             raise ConfigError(f"The MCP server {self._named} cannot be used: {reason}. Start it by hand to see why.")
-        there = {tool.name: tool for tool in self._listed}
+        there: dict[str, Any] = {tool.name: tool for tool in self._listed}
         missing = sorted(set(allow or ()) - there.keys())
         if missing or not there:
             self.close()
