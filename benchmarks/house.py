@@ -130,7 +130,8 @@ def methods(node: ast.ClassDef, concrete: bool = False) -> dict[str, Function]:
 
 def _is_abstract(method: Function) -> bool:
     decorated = "abstractmethod" in map(last_name, method.decorator_list)
-    return decorated or ast.unparse(method.body[-1]).startswith(("raise NotImplementedError", "..."))
+    does_nothing = ("raise NotImplementedError", "...", "del ", "return None")  # the last two: hooks
+    return decorated or ast.unparse(method.body[-1]).startswith(does_nothing)
 
 
 def overrides(nodes: tuple[Any, ...], _: Path) -> Places:

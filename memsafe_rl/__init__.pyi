@@ -39,10 +39,14 @@ from memsafe_rl.rollout.engine import register_engine as register_engine
 from memsafe_rl.rollout.engines.denoising import draw_samples as draw_samples
 from memsafe_rl.rollout.external.function_engine import EngineRequest as EngineRequest
 from memsafe_rl.rollout.external.function_engine import FunctionEngine as FunctionEngine
+from memsafe_rl.rollout.multi_turn.harness import AgentClient as AgentClient
+from memsafe_rl.rollout.multi_turn.harness import AgentHarness as AgentHarness
+from memsafe_rl.rollout.multi_turn.mcp import MCPTools as MCPTools
 from memsafe_rl.rollout.multi_turn.other_libraries import GymEnvironment as GymEnvironment
 from memsafe_rl.rollout.multi_turn.other_libraries import HalfDuplex as HalfDuplex
 from memsafe_rl.rollout.multi_turn.protocol import Action as Action
 from memsafe_rl.rollout.multi_turn.protocol import Environment as Environment
+from memsafe_rl.rollout.multi_turn.protocol import Rewritten as Rewritten
 from memsafe_rl.rollout.multi_turn.protocol import Step as Step
 from memsafe_rl.rollout.multi_turn.protocol import ToolCall as ToolCall
 from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment as ToolEnvironment

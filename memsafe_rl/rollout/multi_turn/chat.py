@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
@@ -144,6 +145,54 @@ def encodable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encodable(one) for one in value]
     return value
+
+
+def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    """Turns OpenAI's messages into those of chat templates.
+
+    Args:
+        messages: with contents in parts, tool calls with arguments as JSON, and ids.
+
+    Returns:
+        Messages whose contents are text, whose calls have arguments by name, and whose results name their tool.
+    """
+    called: dict[Any, str] = {}
+    found = []
+    for message in messages:
+        plain: Message = {"role": message["role"], "content": _text(message.get("content"))}
+        calls = [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
+        if calls:
+            called |= {call.get("id"): call["function"].get("name", "") for call in message["tool_calls"]}
+            plain["tool_calls"] = [
+                {"type": "function", "function": {"name": call.get("name"), "arguments": _arguments(call)}}
+                for call in calls
+            ]
+        if message["role"] == "tool":
+            plain["name"] = message.get("name") or called.get(message.get("tool_call_id"), "")
+        found.append(encodable(plain))
+    return tuple(found)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _arguments(call: Mapping[str, Any]) -> Any:
+    arguments = call.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def shared_messages(said: Sequence[Message], sent: Sequence[Message]) -> int:
+    """Counts the messages that two conversations begin with, whatever ids and thoughts the one leaves out."""
+    pairs = zip(as_template(said), as_template(sent), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:

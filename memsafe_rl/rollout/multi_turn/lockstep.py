@@ -8,7 +8,7 @@ limits are its own, and the calls of users and environments come in the order of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.calls import Call, Caller
-from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable, shared_messages
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
-from memsafe_rl.rollout.multi_turn.protocol import Environment, Message, Observation, Step
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Message, Observation, Rewritten, Step
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 from memsafe_rl.rollout.multi_turn.users import NO_ANSWER, CallableUser, ModelUser, as_seen_by_user
 from memsafe_rl.types import Completion, SequenceKey
@@ -67,7 +67,7 @@ def play(beginnings: Sequence[Beginning], table: EpisodeSettings) -> list[Episod
 def begin(beginnings: Sequence[Beginning], table: EpisodeSettings) -> EpisodeBatch:
     """Resets environments and reads what agents see first; nothing is drawn."""
     refusal.when(len({id(one.environment) for one in beginnings}) < len(beginnings), "episodes/shared")
-    chat = any(not isinstance(one.prompt, str) for one in beginnings)
+    chat = any(one.environment.conversational or not isinstance(one.prompt, str) for one in beginnings)
     dialect = Chat(table.tokenizer, table.template_kwargs) if chat else PlainText(table.tokenizer)
     match = EpisodeBatch([LiveEpisode(one.key, one.example, one.environment) for one in beginnings], table, dialect)
     match.reset([one.prompt for one in beginnings])
@@ -155,7 +155,8 @@ class EpisodeBatch:
         drawn = _drawn(self._table.agent, contexts, limits, keys)
         for one, completion in zip(speaking, drawn, strict=True):
             one.take(completion)
-            one.action = action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
+            action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
+            one.action = replace(action, prompt_ids=one.context, ids=one.drawn, logprobs=completion.logprobs.tolist())
             one.messages.append(action.message)
             one.malformed += action.malformed
             if not completion.finished:
@@ -178,29 +179,31 @@ class EpisodeBatch:
         one.tool_calls += len(one.action.calls)
         one.tool_rounds += bool(one.action.calls)
         one.tool_failures += step.failures
-        seen = observed(step.observation)
-        if step.done:
-            one.messages += seen
-            one.ending = Ending.DONE
-        elif self._spent(one):
-            one.messages += seen
-            one.ending = Ending.TURNS
-        else:
+        seen, kept = observed(step.observation), len(one.messages)
+        if isinstance(step.observation, Rewritten):
+            one.schemas = tool_schemas(one.environment.tools)
+            kept = shared_messages(one.messages, seen)
+            seen = seen[kept:]
+        elif not step.done and not self._spent(one):
             unusable.when(not seen, "environment/observation", name=one.environment.name)
-            self._go_on(one, seen)
+        if step.done or self._spent(one):
+            one.messages = [*one.messages[:kept], *seen]
+            one.ending = Ending.DONE if step.done else Ending.TURNS
+        else:
+            self._go_on(one, seen, kept)
 
-    def _go_on(self, one: LiveEpisode, seen: Sequence[Message]) -> None:
-        """Puts what was seen behind what was drawn; where that leaves no room, the episode ends before it."""
-        told = self._dialect.following(one.messages[-1], one.drawn[-1], seen, one.schemas)
-        kept = one.context, len(one.messages)
-        one.messages += seen
+    def _go_on(self, one: LiveEpisode, seen: Sequence[Message], kept: int) -> None:
+        """Puts what was seen behind the messages that are kept; where that leaves no room, the episode ends before."""
+        before, extends = (one.context, one.messages, one.opening), kept == len(one.messages)
+        told = self._dialect.following(one.messages[-1], one.drawn[-1], seen, one.schemas) if extends else None
+        one.messages, one.opening = [*one.messages[:kept], *seen], min(one.opening, kept)
         if told is None:
             one.context = self._dialect.first(one.messages, one.schemas)
         else:
             one.context = [*one.context, *one.drawn, *told]
         if self._room(one) < 1:
-            one.context, one.ending = kept[0], Ending.CONTEXT
-            del one.messages[kept[1] :]
+            one.context, one.messages, one.opening = before
+            one.ending = Ending.CONTEXT
 
     # ------------------------------------------------------------------ users
 
@@ -259,7 +262,7 @@ class EpisodeBatch:
             one.messages += said
             one.ending = Ending.DONE
         elif one.turns:
-            self._go_on(one, said)
+            self._go_on(one, said, len(one.messages))
         else:
             one.messages += said
             self._open(one)
@@ -267,6 +270,8 @@ class EpisodeBatch:
 
 def opened(prompt: Any, seen: Observation) -> list[Message]:
     """Puts the first observation behind a prompt, as TRL does: a text behind its last message's own."""
+    if isinstance(seen, Rewritten):
+        return observed(seen)
     messages: list[Message] = (
         [{"role": "user", "content": encodable(prompt)}] if isinstance(prompt, str) else _copied(prompt)
     )
@@ -280,6 +285,7 @@ def opened(prompt: Any, seen: Observation) -> list[Message]:
 
 def observed(seen: Observation) -> list[Message]:
     """Turns an observation into messages."""
+    seen = seen.messages if isinstance(seen, Rewritten) else seen
     if seen is None:
         return []
     if isinstance(seen, str):

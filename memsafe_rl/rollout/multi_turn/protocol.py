@@ -13,8 +13,20 @@ from memsafe_rl.errors import DataError
 Message = dict[str, Any]
 """A chat message: "role", "content", and what chat templates know besides."""
 
-Observation = str | Sequence[Mapping[str, Any]] | None
-"""What is seen: a text, chat messages, or nothing."""
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A whole conversation in place of the one before, as agents that keep their own send it.
+
+    Args:
+        messages: all that the model sees next, the prompt included. Where they extend what was said, its tokens stay.
+    """
+
+    messages: Sequence[Message]
+
+
+Observation = str | Sequence[Mapping[str, Any]] | Rewritten | None
+"""What is seen: a text, chat messages, nothing, or a whole conversation in place of the one before."""
 
 Tool = Callable[..., Any]
 """A typed function with a Google docstring, sync or async, which the model may call."""
@@ -42,12 +54,18 @@ class Action:
         calls: the tools it calls, in order.
         message: the turn as a chat message.
         malformed: whether it wrote something that looks like a tool call and cannot be read as one.
+        prompt_ids: ids of the context it was drawn behind.
+        ids: ids that were drawn.
+        logprobs: of each of them, in nats, under the distribution sampled from.
     """
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     message: Message = field(default_factory=dict)
     malformed: bool = False
+    prompt_ids: Sequence[int] = ()
+    ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -96,9 +114,11 @@ class Environment(ABC):
             those of all episodes at the same time.
         user: who answers when the agent calls no tool; None where `step` answers itself. Read after `reset`.
         tools: what the model is told it may call: functions, or JSON schemas.
+        conversational: whether it speaks in messages even where the row's prompt is plain text.
     """
 
     blocking: bool = False
+    conversational: bool = False
     user: User | None = None
     tools: Sequence[Tool | Mapping[str, Any]] = ()
 

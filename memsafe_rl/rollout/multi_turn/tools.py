@@ -39,7 +39,9 @@ def _named(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    name = getattr(tool, "__name__", repr(tool))
+    name, own = getattr(tool, "__name__", repr(tool)), getattr(tool, "openai_schema", None)
+    if isinstance(own, Mapping):  # a tool that describes itself
+        return _named(own)
     try:
         return dict(get_json_schema(tool))
     except Exception as error:

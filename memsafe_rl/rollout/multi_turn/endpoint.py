@@ -1,0 +1,344 @@
+"""A local endpoint in OpenAI's form, through which agents of any library draw turns from the model in training."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from typing import Any
+
+from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout.multi_turn.chat import as_template
+from memsafe_rl.rollout.multi_turn.protocol import Action, Message
+
+logger = logging.getLogger(__name__)
+
+_LARGEST_BODY = 16 * 2**20
+"""Bytes of the largest request that is read."""
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens")
+"""What a request may ask of the sampler; the run's own settings are used, or the samples were not the model's."""
+
+
+class RefusedError(Exception):
+    """A request that is answered by an error, as OpenAI spells it."""
+
+    def __init__(self, status: HTTPStatus, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.body = status, {"error": {"message": reason, "type": "invalid_request_error", "code": code}}
+
+
+@dataclass(eq=False)
+class ChatRequest:
+    """One turn that an agent asks for, and who waits for it."""
+
+    messages: tuple[Message, ...]  # the agent's whole conversation, as chat templates want it
+    tools: tuple[Mapping[str, Any], ...]  # JSON schemas of the tools that the model may call
+    answered: threading.Event = field(default_factory=threading.Event)
+    action: Action | None = None  # the turn that was drawn
+    cut: bool = False  # whether it was cut at its longest length
+    refused: RefusedError | None = None  # why there is none
+    delivered: bool = False  # whether an answer has reached the agent
+
+    def answer(self, action: Action, *, cut: bool = False) -> None:
+        """Gives the turn to whoever waits."""
+        self.action, self.cut = action, cut
+        self.answered.set()
+
+    def refuse(self, reason: str) -> None:
+        """Has whoever waits know that there will be no turn."""
+        self.refused = RefusedError(HTTPStatus.BAD_REQUEST, "episode_over", reason)
+        self.answered.set()
+
+    def asks_the_same(self, other: ChatRequest) -> bool:
+        """Whether two requests have one conversation and the same tools."""
+        return self.messages == other.messages and self.tools == other.tools
+
+
+class Mailbox:
+    """Requests of one episode, in their order; one that is sent twice is drawn once."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[ChatRequest] = []
+        self._keyed: dict[str, ChatRequest] = {}
+        self._last: ChatRequest | None = None
+        self._closed = ""
+
+    def put(self, request: ChatRequest, *, key: str = "", again: bool = False) -> ChatRequest:
+        """Gives the request to wait for: this one, or an earlier one that it repeats.
+
+        An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
+        is still under way or never reached it, or where it says so.
+
+        Args:
+            request: as it came.
+            key: what the client calls it by, the same when it is sent again; empty for nothing.
+            again: whether the client says that it sends it again.
+        """
+        with self._changed:
+            if key and key in self._keyed:
+                return self._keyed[key]
+            for earlier in (*self._waiting, self._last):
+                if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.delivered):
+                    return earlier
+            if key:
+                self._keyed[key] = request
+            if self._closed:
+                request.refuse(self._closed)
+                return request
+            self._waiting.append(request)
+            self._changed.notify_all()
+            return request
+
+    def take(self, over: threading.Event, seconds: float) -> ChatRequest | None:
+        """Waits for the next request; None once the agent is done, or has asked for nothing for so long."""
+        last = time.monotonic() + seconds
+        with self._changed:
+            while not self._waiting and not over.is_set() and (left := last - time.monotonic()) > 0:
+                self._changed.wait(min(left, 0.5))
+            if not self._waiting:
+                return None
+            self._last = self._waiting.pop(0)
+            return self._last
+
+    def wake(self) -> None:
+        """Has whoever waits look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Refuses what waits, and all that comes."""
+        with self._changed:
+            self._closed = reason
+            for request in self._waiting:
+                request.refuse(reason)
+            self._waiting.clear()
+
+
+class ChatServer:
+    """Serves `/v1/chat/completions` under an address of its own for every episode, to whoever knows the token.
+
+    Args:
+        host: address to listen at.
+        port: 0 for any that is free.
+        token: what requests must bear; None for a new one.
+        remote: whether other machines may reach it.
+
+    Raises:
+        ConfigError: the address is not this machine's own, and `remote` is not set.
+    """
+
+    def __init__(self, host: str, port: int, token: str | None, *, remote: bool) -> None:
+        if not remote and host != "localhost" and not _is_loopback(host):
+            raise ConfigError(
+                f"host is {host!r}, which other machines can reach: whoever has the token could draw from the model. "
+                'Leave it at "127.0.0.1", or set remote=True.'
+            )
+        self.token = token or secrets.token_urlsafe(24)
+        self._boxes: dict[str, Mailbox] = {}
+        self._http = _HTTPServer((host, port), _Handler)
+        self._http.owner = self
+        self._told = False
+        self.root = f"http://{host}:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, name="memsafe-rl-endpoint", daemon=True).start()
+
+    def open(self) -> tuple[str, Mailbox]:
+        """Gives the address of a new episode, and where its requests arrive."""
+        name = secrets.token_hex(8)
+        self._boxes[name] = box = Mailbox()
+        return f"{self.root}/{name}/v1", box
+
+    def forget(self, url: str) -> None:
+        """Ends an episode's address."""
+        self._boxes.pop(url.split("/")[-2], None)
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._http.shutdown()
+        self._http.server_close()
+
+    def box(self, path: str, bearer: str) -> Mailbox:
+        """Finds an episode by its address; raises RefusedError without the token or where there is none."""
+        if not hmac.compare_digest(bearer.encode(), f"Bearer {self.token}".encode()):
+            raise RefusedError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "the API key is not this endpoint's.")
+        parts = path.strip("/").split("/")
+        if len(parts) != 4 or parts[1:] != ["v1", "chat", "completions"]:
+            raise RefusedError(HTTPStatus.NOT_FOUND, "unknown_url", f"{path} is not served, chat completions are.")
+        if parts[0] not in self._boxes:
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "episode_over", "this episode is over.")
+        return self._boxes[parts[0]]
+
+    def note_sampling(self, body: Mapping[str, Any]) -> None:
+        """Says once that the run's sampling holds."""
+        asked = [name for name in _SAMPLING if body.get(name) is not None]
+        if asked and not self._told:
+            self._told = True
+            logger.warning("an agent sets %s: the run's own sampling and lengths are used instead.", ", ".join(asked))
+
+
+class _HTTPServer(ThreadingHTTPServer):
+    """The server, which knows whose it is."""
+
+    daemon_threads = True
+    request_queue_size = 128
+    owner: ChatServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    protocol_version = "HTTP/1.1"
+    server: _HTTPServer
+
+    def do_POST(self) -> None:
+        """Waits for the turn that a request asks for, and gives it."""
+        body: Mapping[str, Any] = {}
+        request = None
+        try:
+            raw = self._read()
+            box = self.server.owner.box(self.path, self.headers.get("Authorization", ""))
+            body = _parsed(raw)
+            request = box.put(
+                read_request(body),
+                key=self.headers.get("Idempotency-Key", ""),
+                again=self.headers.get("x-stainless-retry-count", "0") != "0",  # what OpenAI's clients count
+            )
+            self.server.owner.note_sampling(body)
+            request.answered.wait()
+            if request.refused is not None:
+                raise request.refused
+            status, answer = HTTPStatus.OK, completion(request, str(body.get("model", "")), bool(body.get("logprobs")))
+        except RefusedError as error:
+            status, answer = error.status, error.body
+        try:
+            self._write(status, answer, stream=bool(body.get("stream")) and status is HTTPStatus.OK)
+            if request is not None:
+                request.delivered = True
+        except OSError:  # the agent has hung up; it may ask again
+            self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        """Writes nothing: requests hold the data."""
+
+    def _read(self) -> bytes:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdigit() or int(length) > _LARGEST_BODY:
+            self.close_connection = True
+            what = f"of {length} bytes" if length else "without Content-Length"
+            raise RefusedError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", f"a body {what} is not read; {_LARGEST_BODY} are."
+            )
+        return self.rfile.read(int(length))
+
+    def _write(self, status: HTTPStatus, answer: Mapping[str, Any], *, stream: bool) -> None:
+        kind, text = "application/json", json.dumps(answer)
+        if stream:
+            kind, text = "text/event-stream", f"data: {json.dumps(_chunk(answer))}\n\ndata: [DONE]\n\n"
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+        self.wfile.flush()
+
+
+def _parsed(raw: bytes) -> Mapping[str, Any]:
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", "the body is no JSON object.")
+    return body
+
+
+def read_request(body: Mapping[str, Any]) -> ChatRequest:
+    """Reads a request in OpenAI's form.
+
+    Args:
+        body: of the request.
+
+    Returns:
+        What is asked for, in the form of chat templates.
+
+    Raises:
+        RefusedError: it asks for what a turn of an episode cannot be, or has no messages.
+    """
+    messages, count = body.get("messages"), body.get("n")
+    if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "messages is no list of messages.")
+    if any(not isinstance(one.get("role"), str) for one in messages):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "a message has no role.")
+    if count not in (None, 1):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
+    return ChatRequest(as_template(messages), tuple(body.get("tools") or ()))
+
+
+def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:
+    """Writes an answered request in OpenAI's form.
+
+    Args:
+        request: with the turn that was drawn.
+        model: name that the agent calls the model by.
+        with_logprobs: whether log-probs are written besides.
+
+    Returns:
+        A chat completion; ``token_ids`` of its choice and ``prompt_token_ids`` are the ids that were drawn and read.
+    """
+    action = request.action
+    assert action is not None, "an answered request has a turn"
+    calls = [
+        {
+            "id": f"call_{secrets.token_hex(6)}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+        }
+        for call in action.calls
+    ]
+    message = {"role": "assistant", "content": action.text, **({"tool_calls": calls} if calls else {})}
+    said = action.message.get("reasoning_content") or action.message.get("thinking")
+    message |= {"reasoning_content": said} if said else {}
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "length" if request.cut else "tool_calls" if calls else "stop",
+        "token_ids": list(action.ids),
+    }
+    if with_logprobs:
+        pairs = zip(action.ids, action.logprobs, strict=True)
+        told = [{"token": f"token_id:{one}", "logprob": value, "top_logprobs": []} for one, value in pairs]
+        choice["logprobs"] = {"content": told}
+    counts = len(action.prompt_ids), len(action.ids)
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "prompt_token_ids": list(action.prompt_ids),
+        "usage": dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*counts, sum(counts)), strict=True)),
+    }
+
+
+def _chunk(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes a whole completion as the only chunk of a stream."""
+    choice = dict(answer["choices"][0])
+    delta = choice.pop("message")
+    delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(delta.get("tool_calls", ()))]
+    return {**answer, "object": "chat.completion.chunk", "choices": [{**choice, "delta": delta}]}
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

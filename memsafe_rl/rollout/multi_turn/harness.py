@@ -1,0 +1,190 @@
+"""Episodes that an agent of another library plays: it keeps the conversation, and asks for turns over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, ChatServer
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step
+
+logger = logging.getLogger(__name__)
+
+_OVER = (
+    "the episode has reached a limit of the run: max_completion_length, max_turn_length, max_episode_turns or the "
+    "model's context."
+)
+_FAREWELL_SECONDS = 10.0
+"""How long an agent may take to give its reward once its episode was cut."""
+
+
+@dataclass(frozen=True)
+class AgentClient:
+    """What an agent needs to draw its turns from the model.
+
+    Args:
+        base_url: of an endpoint in OpenAI's form, this episode's own.
+        api_key: that it asks for.
+        model: a name for the model; any other does as well.
+    """
+
+    base_url: str
+    api_key: str
+    model: str = "policy"
+
+
+Agent = Callable[[Mapping[str, Any], AgentClient], float | Awaitable[float | None] | None]
+"""Plays an episode: takes the dataset's row and the client, gives the reward (None: none). Called in a thread."""
+
+
+class AgentHarness:
+    """Has agents of any library play the episodes: pass it as `environment_factory`.
+
+    Each episode runs ``agent(example, client)`` in a thread of its own. The agent talks to ``client.base_url`` as to
+    OpenAI's API (`openai.OpenAI(base_url=client.base_url, api_key=client.api_key)`, LangChain, any tool that takes a
+    base URL); the turns it is given are drawn by the run's own engine, recorded with their token ids and log-probs, and
+    trained on with the reward that it returns.
+
+    Args:
+        agent: plays one episode; a function or a coroutine function.
+        host: address to listen at; only this machine's own unless `remote`.
+        port: 0 for any that is free.
+        token: key that requests must bear; None for a new random one.
+        remote: whether the address may be one that other machines reach.
+        timeout_seconds: longest wait for an agent's next request, after which its episode ends without a reward.
+
+    Raises:
+        ConfigError: the agent cannot be called, a number is out of range, or the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str | None = None,
+        remote: bool = False,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        if not callable(agent):
+            raise ConfigError(f"agent is {agent!r:.100}. Give a function of a dataset's row and an AgentClient.")
+        if not timeout_seconds > 0:
+            raise ConfigError(f"timeout_seconds is {timeout_seconds}. Give more than 0 seconds.")
+        self.agent, self.timeout_seconds = agent, timeout_seconds
+        self.server = ChatServer(host, port, token, remote=remote)
+        self._told = False
+
+    def __call__(self) -> Environment:
+        """Makes the place of one episode at a time."""
+        return AgentEpisode(self)
+
+    def close(self) -> None:
+        """Ends the endpoint."""
+        self.server.close()
+
+    def failed(self, error: BaseException) -> None:
+        """Says once what agents fail with; their episodes have no reward."""
+        if not self._told:
+            self._told = True
+            logger.warning("an agent failed, and its episode has no reward (further ones are not told): %r", error)
+
+
+class _Play:
+    """One run of the agent, in a thread."""
+
+    def __init__(self, harness: AgentHarness, example: Mapping[str, Any]) -> None:
+        self.harness = harness
+        self.url, self.box = harness.server.open()
+        self.over = threading.Event()
+        self.reward: float | None = None
+        client = AgentClient(self.url, harness.server.token)
+        threading.Thread(target=self._run, args=(dict(example), client), name="memsafe-rl-agent", daemon=True).start()
+
+    def _run(self, example: Mapping[str, Any], client: AgentClient) -> None:
+        try:
+            given: Any = self.harness.agent(example, client)
+            self.reward = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
+        except BaseException as error:
+            self.harness.failed(error)
+        finally:
+            self.over.set()
+            self.box.wake()
+
+    def next(self) -> ChatRequest | None:
+        """Waits for the agent's next request; None where there is none."""
+        request = self.box.take(self.over, self.harness.timeout_seconds)
+        if request is None and not self.over.is_set():
+            self.harness.failed(TimeoutError(f"no request for {self.harness.timeout_seconds:g} seconds"))
+        return request
+
+
+async def _awaited(given: Awaitable[Any]) -> Any:
+    return await given
+
+
+class AgentEpisode(Environment):
+    """An episode that an agent plays."""
+
+    blocking = conversational = True
+
+    def __init__(self, harness: AgentHarness) -> None:
+        self._harness = harness
+        self._play: _Play | None = None
+        self._request: ChatRequest | None = None
+        self._given: Message | None = None
+
+    def reset(self, example: Mapping[str, Any]) -> Observation:
+        """Starts the agent, and waits for its first request."""
+        self._play, self._given = _Play(self._harness, example), None
+        seen = self._next()
+        if seen is None:
+            raise DataError(
+                "an agent ended before it asked the model for anything. Have it call client.base_url at least once."
+            )
+        return seen
+
+    def step(self, action: Action) -> Step:
+        """Gives the agent its turn, and waits for its next request or its end."""
+        if self._request is not None:
+            self._request.answer(action)
+        self._given = action.message
+        seen = self._next()
+        return Step(seen, done=seen is None)
+
+    def ended(self, messages: list[Message]) -> None:
+        """Gives the agent a turn that was cut, and refuses what it asks for besides."""
+        play, request = self._play, self._request
+        if play is None:
+            return
+        if request is not None and not request.answered.is_set():
+            last = messages[-1] if messages else {}
+            if last.get("role") == "assistant" and last is not self._given:
+                request.answer(Action(str(last["content"]), message=last), cut=True)
+            else:
+                request.refuse(_OVER)
+        play.box.close(_OVER)
+
+    def reward(self) -> float | None:
+        """Gives what the agent returned; None where it failed, or does not end."""
+        play = self._play
+        if play is None:
+            return None
+        if not play.over.wait(_FAREWELL_SECONDS):
+            self._harness.failed(TimeoutError("an agent went on after the end of its episode"))
+        self._harness.server.forget(play.url)
+        return play.reward
+
+    def _next(self) -> Rewritten | None:
+        assert self._play is not None, "an episode is reset first"
+        self._request = request = self._play.next()
+        if request is None:
+            return None
+        self.tools = list(request.tools)
+        return Rewritten(request.messages)

@@ -1,0 +1,190 @@
+"""Tools of an MCP server, called by the model in training as other tools are."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.rollout.multi_turn.protocol import Tool
+
+_FAREWELL_SECONDS = 5.0
+
+
+class MCPTools:
+    """The tools of a server of the Model Context Protocol; pass it as `tools`.
+
+    The server is started, or connected to, at once and kept until `close`. The calls of all episodes run at the same
+    time, each once. What a tool calls an error becomes its result, and counts as a failed call.
+
+    Args:
+        server: a command as a list, such as ``["python", "server.py"]``, which is run with no more of this process's
+            environment than a shell needs; an address such as ``"http://localhost:8000/mcp"``; or whatever
+            `mcp.Client` takes.
+        allow: names of the tools that the model may call; None for all.
+        env: further environment variables of a command.
+        timeout_seconds: longest wait for the server, at its start and for each call.
+        max_result_characters: a longer result is cut, and says so.
+        max_argument_characters: longest arguments of a call, as JSON; a call with longer ones fails.
+
+    Raises:
+        ConfigError: the package `mcp` is missing, the server does not answer, or has no tool of a name in `allow`.
+    """
+
+    def __init__(
+        self,
+        server: Any,
+        *,
+        allow: Collection[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float = 60.0,
+        max_result_characters: int = 20_000,
+        max_argument_characters: int = 20_000,
+    ) -> None:
+        self._server, self._named = _target(server, env), f"{server!r:.100}"
+        self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
+        self._ready, self._error = threading.Event(), ""
+        self._listed: list[Any] = []
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(timeout_seconds) or self._error:
+            self.close()
+            reason = self._error or f"it did not answer within {timeout_seconds:g} seconds"
+            raise ConfigError(f"The MCP server {self._named} cannot be used: {reason}. Start it by hand to see why.")
+        there: dict[str, Any] = {tool.name: tool for tool in self._listed}
+        missing = sorted(set(allow or ()) - there.keys())
+        if missing or not there:
+            self.close()
+            raise ConfigError(
+                f"The MCP server {self._named} has no tool {', '.join(missing) or 'at all'}; there are "
+                f"{', '.join(sorted(there)) or 'none'}. Correct `allow`."
+            )
+        self._tools = [_tool(self, tool) for name, tool in there.items() if allow is None or name in allow]
+
+    def __iter__(self) -> Iterator[Tool]:
+        """Gives the tools."""
+        return iter(self._tools)
+
+    def __len__(self) -> int:
+        """Counts the tools."""
+        return len(self._tools)
+
+    def __enter__(self) -> Self:
+        """Gives the tools; leaving closes the server's connection."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection, and the command where one was started."""
+        if self._thread.is_alive() and hasattr(self, "_loop"):
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join(_FAREWELL_SECONDS)
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """Calls a tool.
+
+        Args:
+            name: of the tool, as the server calls it.
+            arguments: by name.
+
+        Returns:
+            Its result as text.
+
+        Raises:
+            MemsafeError: the tool fails, the server is gone or slow, or the arguments are too long.
+        """
+        size, most = len(json.dumps(dict(arguments), default=str)), self._most[0]
+        if size > most:
+            raise MemsafeError(f"the arguments of {name} have {size:,} characters; {most:,} are passed on.")
+        if not self._thread.is_alive():
+            raise MemsafeError(f"the MCP server of {name} is gone.")
+        running = asyncio.run_coroutine_threadsafe(self._called(name, dict(arguments)), self._loop)
+        return await asyncio.wrap_future(running)
+
+    async def _called(self, name: str, arguments: dict[str, Any]) -> str:
+        try:
+            result = await asyncio.wait_for(self._client.call_tool(name, arguments), self._seconds)
+        except TimeoutError:
+            raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
+        text = self._bounded("\n".join(map(_text, result.content)))
+        if getattr(result, "is_error", False):
+            raise MemsafeError(text)
+        return text
+
+    def _bounded(self, text: str) -> str:
+        most = self._most[1]
+        return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most:,} characters left out]"
+
+    async def _live(self) -> None:
+        """Connects, lists the tools, and stays until `close`."""
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with _library().Client(self._server, read_timeout_seconds=self._seconds) as self._client:
+                listed, page = [], await self._client.list_tools()
+                while True:
+                    listed += page.tools
+                    if not page.next_cursor:
+                        break
+                    page = await self._client.list_tools(cursor=page.next_cursor)
+                self._listed = listed
+                self._ready.set()
+                await self._over.wait()
+        except Exception as error:
+            self._error = f"{type(_innermost(error)).__name__}: {_innermost(error)}"
+        finally:
+            self._ready.set()
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("mcp")
+    except ImportError as error:
+        raise ConfigError(
+            "MCPTools needs the package mcp, which is not installed: pip install 'memsafe-rl[mcp]'."
+        ) from error
+
+
+def _target(server: Any, env: Mapping[str, str] | None) -> Any:
+    library = _library()
+    if isinstance(server, Sequence) and not isinstance(server, str):
+        command, *arguments = map(str, server) if server else [""]
+        return library.StdioServerParameters(command=command, args=arguments, env=dict(env or {}))
+    if isinstance(server, Path) or (isinstance(server, str) and not server.startswith(("http://", "https://"))):
+        raise ConfigError(
+            f"server is {str(server)!r}, neither a command nor an address. Give the command as a list, such as "
+            '["python", "server.py"], or an address that begins with http:// or https://.'
+        )
+    return server
+
+
+def _tool(owner: MCPTools, tool: Any) -> Tool:
+    """Gives a function that calls a tool, and describes itself to chat templates."""
+
+    async def call(**arguments: Any) -> str:
+        return await owner.call(tool.name, arguments)
+
+    call.__name__ = tool.name
+    call.__doc__ = tool.description
+    parameters = dict(tool.input_schema)
+    described = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    call.openai_schema = {"type": "function", "function": described}  # type: ignore[attr-defined]
+    return call
+
+
+def _text(block: Any) -> str:
+    text = getattr(block, "text", None)
+    return str(text) if text is not None else f"[{getattr(block, 'type', 'something')} that is no text]"
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,330 @@
+"""Agents that keep their own conversation draw their turns over HTTP: same tokens as an environment's, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import requests
+import torch
+
+from memsafe_rl import AgentClient, AgentHarness
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
+from memsafe_rl.rollout.multi_turn.endpoint import RefusedError, read_request
+from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from tests.trainers.helpers import weights
+from tests.trainers.test_episodes import trainer_of
+
+TURNS = 3
+
+
+def paid(said: list[str]) -> float:
+    text = "".join(said)
+    return sum(character.isdigit() for character in text) / 4 + len(text) / 50
+
+
+class Counting(Environment):
+    """What `count_through` plays, as an environment."""
+
+    def reset(self, example: Any) -> Any:
+        self.said: list[str] = []
+        return f" {example['number']}"
+
+    def step(self, action: Any) -> Step:
+        self.said.append(action.text)
+        return Step(f"turn {len(self.said)}", done=len(self.said) >= TURNS)
+
+    def reward(self) -> float:
+        return paid(self.said)
+
+
+def chat(client: AgentClient, messages: list[Any], **more: Any) -> Any:
+    """One turn, by plain HTTP."""
+    answer = requests.post(
+        f"{client.base_url}/chat/completions",
+        json={"model": client.model, "messages": messages, **more},
+        headers={"Authorization": f"Bearer {client.api_key}"},
+        timeout=60,
+    )
+    answer.raise_for_status()
+    return answer.json()
+
+
+def opening(example: Mapping[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": f"{example['prompt'][0]['content']} {example['number']}"}]
+
+
+def count_through(example: Mapping[str, Any], client: AgentClient, turn: Any = None) -> float:
+    """Plays by plain HTTP, or by whatever gives the text of a turn and whether it was cut."""
+
+    def by_http(messages: list[Any]) -> tuple[str, bool]:
+        choice = chat(client, messages)["choices"][0]
+        return choice["message"]["content"], choice["finish_reason"] == "length"
+
+    messages, said = opening(example), list[str]()
+    for number in range(TURNS):
+        text, cut = (turn or by_http)(messages)
+        if cut:  # the episode is over, and environments never see such a turn
+            break
+        said.append(text)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"turn {number + 1}"}]
+    return paid(said)
+
+
+def by_openai(example: Mapping[str, Any], client: AgentClient) -> float:
+    api = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
+
+    def turn(messages: list[Any]) -> tuple[str, bool]:
+        choice = api.chat.completions.create(model="policy", messages=messages, temperature=0.3).choices[0]
+        return choice.message.content or "", choice.finish_reason == "length"
+
+    return count_through(example, client, turn)
+
+
+async def by_async_openai(example: Mapping[str, Any], client: AgentClient) -> float:
+    async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as api:
+        messages, said = opening(example), list[str]()
+        for number in range(TURNS):
+            stream = await api.chat.completions.create(model="policy", messages=messages, stream=True)
+            chunks = [chunk.choices[0] async for chunk in stream]
+            if chunks[-1].finish_reason == "length":
+                break
+            said.append("".join(chunk.delta.content or "" for chunk in chunks))
+            messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": f"turn {number + 1}"}]
+        return paid(said)
+
+
+class Unreliable:
+    """Calls of which a part fails before or behind the model, comes late, or comes twice at once."""
+
+    def __init__(self) -> None:
+        self.calls = self.broken = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, client: AgentClient, messages: list[Any]) -> tuple[str, bool]:
+        choice = self.ask(client, messages)
+        return choice["message"]["content"], choice["finish_reason"] == "length"
+
+    def ask(self, client: AgentClient, messages: list[Any]) -> Any:
+        with self._lock:
+            self.calls += 1
+            kind = self.calls % 10
+            self.broken += kind < 4
+        if kind == 0:  # the answer is lost: the agent hangs up and asks again
+            with suppress(requests.exceptions.ReadTimeout):
+                self._post(client, messages, timeout=0.02)
+        if kind == 1:
+            time.sleep(0.05)
+        if kind == 2:  # another request with it, which nobody reads
+            twice = partial(self._post, client, messages, **{"Idempotency-Key": f"call {self.calls}"})
+            threading.Thread(target=twice, daemon=True).start()
+            return twice().json()["choices"][0]
+        answer = self._post(client, messages)
+        if kind == 3:  # asked again, as clients do that lost the answer
+            again = self._post(client, messages, **{"x-stainless-retry-count": "1"})
+            assert again.json()["choices"][0]["token_ids"] == answer.json()["choices"][0]["token_ids"]
+        return answer.json()["choices"][0]
+
+    @staticmethod
+    def _post(client: AgentClient, messages: list[Any], timeout: float = 60.0, **headers: str) -> Any:
+        url, key = f"{client.base_url}/chat/completions", {"Authorization": f"Bearer {client.api_key}"}
+        return requests.post(url, json={"messages": messages}, headers=key | headers, timeout=timeout)
+
+
+@pytest.fixture
+def harness() -> Iterator[Callable[..., AgentHarness]]:
+    made: list[AgentHarness] = []
+
+    def make(agent: Any, **settings: Any) -> AgentHarness:
+        made.append(AgentHarness(agent, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, list[float]]:
+    trainer = trainer_of(tmp_path_factory.mktemp("plain"), environment_factory=Counting)
+    trainer.train()
+    return weights(trainer), [record["reward"] for record in trainer.history]
+
+
+@pytest.mark.parametrize("agent", [count_through, by_openai, by_async_openai])
+def test_an_agent_over_http_learns_what_an_environment_learns(
+    agent: Any, expected: Any, harness: Any, tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, environment_factory=harness(agent))
+    trainer.train()
+    assert [record["reward"] for record in trainer.history] == expected[1]
+    assert torch.equal(weights(trainer), expected[0])
+
+
+def test_lost_late_and_doubled_calls_change_nothing(expected: Any, harness: Any, tmp_path: Path) -> None:
+    call = Unreliable()
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        return count_through(example, client, partial(call, client))
+
+    trainer = trainer_of(tmp_path, environment_factory=harness(agent))
+    trainer.train()
+    assert call.calls >= 20
+    assert call.broken >= 8
+    assert torch.equal(weights(trainer), expected[0])
+
+
+def test_turns_come_with_the_ids_and_logprobs_that_are_trained_on(harness: Any, tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        answer = chat(client, opening(example), logprobs=True)
+        seen.append(answer)
+        return float(len(answer["choices"][0]["token_ids"]))
+
+    trainer = trainer_of(tmp_path, environment_factory=harness(agent), max_steps=1, max_turn_length=8)
+    trainer.train()
+    for answer in seen:
+        choice = answer["choices"][0]
+        if choice["finish_reason"] == "stop":
+            told = choice["logprobs"]["content"]
+            assert [f"token_id:{one}" for one in choice["token_ids"]] == [each["token"] for each in told]
+            assert all(each["logprob"] <= 0 for each in told)
+            assert answer["usage"]["prompt_tokens"] == len(answer["prompt_token_ids"]) > 0
+    assert any(answer["choices"][0]["token_ids"] for answer in seen)
+
+
+def test_an_agent_that_rewrites_its_conversation_trains_on_every_turn(harness: Any, tmp_path: Path) -> None:
+    def forgetful(example: Mapping[str, Any], client: AgentClient) -> float:
+        said = [
+            chat(client, [{"role": "user", "content": f"{example['number']} part {part}"}])["choices"][0]
+            for part in range(2)
+        ]
+        return float(sum(len(one["message"]["content"]) for one in said))
+
+    trainer = trainer_of(tmp_path, environment_factory=harness(forgetful), max_steps=1)
+    trainer.train()
+    assert trainer.history[-1]["episodes/mean_turns"] > 1
+    assert trainer.history[-1]["episodes/sequences"] == trainer.history[-1]["episodes/mean_turns"]
+
+
+def test_a_cut_turn_is_told_as_cut_and_the_agent_is_told_when_the_episode_is_over(harness: Any, tmp_path: Path) -> None:
+    reasons, refusals = list[str](), list[Any]()
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        messages = opening(example)
+        try:
+            while True:
+                choice = chat(client, messages)["choices"][0]
+                reasons.append(choice["finish_reason"])
+                messages += [choice["message"], {"role": "user", "content": "more"}]
+        except requests.HTTPError as error:
+            refusals.append(error.response.json()["error"])
+        return 1.0
+
+    trainer = trainer_of(tmp_path, environment_factory=harness(agent), max_steps=1, max_episode_turns=2)
+    trainer.train()
+    assert len(refusals) == 8  # every episode of the step
+    assert {refusal["code"] for refusal in refusals} == {"episode_over"}
+    assert set(reasons) <= {"stop", "length"}
+    assert trainer.history[-1]["reward"] == 1.0
+
+
+def test_a_failing_agent_has_no_reward_and_one_that_asks_for_nothing_is_refused(
+    harness: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = []
+
+    def breaks(example: Mapping[str, Any], client: AgentClient) -> float:
+        content = chat(client, opening(example))["choices"][0]["message"]["content"]
+        played.append(content)
+        if len(played) % 4 == 0:
+            raise KeyError("missing")
+        return float(len(content))
+
+    trainer = trainer_of(tmp_path / "a", environment_factory=harness(breaks), max_steps=1)
+    trainer.train()
+    assert "an agent failed" in caplog.text
+    with pytest.raises(DataError, match="before it asked the model for anything"):
+        trainer_of(tmp_path / "b", environment_factory=harness(lambda *_: 1.0)).train()
+
+
+def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_path: Path) -> None:
+    wake = threading.Event()
+
+    def silent(example: Mapping[str, Any], client: AgentClient) -> float:
+        chat(client, opening(example))
+        wake.wait(60)
+        return 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memsafe_rl.rollout.multi_turn.harness._FAREWELL_SECONDS", 0.2)
+        trainer = trainer_of(tmp_path, environment_factory=harness(silent, timeout_seconds=0.5), max_steps=1)
+        with suppress(DataError, ConfigError):  # there is no reward at all
+            trainer.train()
+    wake.set()
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "body", "status"),
+    [
+        ("", "wrong", b"{}", 401),
+        ("", "", b"{}", 401),
+        ("/nothing", None, b"{}", 404),
+        ("", None, b"not json", 400),
+        ("", None, b"[]", 400),
+        ("", None, b'{"messages": []}', 400),
+        ("", None, b'{"messages": [{"content": "no role"}]}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "n": 3}', 400),
+    ],
+)
+def test_bad_requests_are_refused_as_openai_does(path: str, key: str | None, body: bytes, status: int) -> None:
+    harness = AgentHarness(count_through)
+    url, _ = harness.server.open()
+    token = harness.server.token if key is None else key
+    answer = requests.post(
+        f"{url}/chat/completions{path}", data=body, headers={"Authorization": f"Bearer {token}"}, timeout=10
+    )
+    harness.close()
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def test_other_machines_are_kept_out_unless_told_and_bad_arguments_are_refused() -> None:
+    for host in ("0.0.0.0", "10.1.2.3", "example.org"):
+        with pytest.raises(ConfigError, match="remote=True"):
+            AgentHarness(count_through, host=host)
+    with pytest.raises(ConfigError, match="agent is 3"):
+        AgentHarness(3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="timeout_seconds is 0"):
+        AgentHarness(count_through, timeout_seconds=0)
+
+
+def test_openais_messages_become_those_of_templates() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    sent = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    own = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+        {"role": "tool", "name": "add", "content": "2"},
+    ]
+    assert as_template(sent) == as_template(own)
+    assert shared_messages(own[:2], list(as_template(sent))) == 2
+    assert shared_messages([{"role": "user", "content": "2+2"}], list(as_template(sent))) == 0
+    with pytest.raises(RefusedError):
+        read_request(json.loads('{"messages": "text"}'))
+    assert asyncio.iscoroutinefunction(by_async_openai)

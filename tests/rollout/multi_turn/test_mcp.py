@@ -1,0 +1,163 @@
+"""Tools of MCP servers, another people's package, over stdio and HTTP: listed, called, bounded, failing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memsafe_rl import GRPOTrainer, MCPTools
+from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.rollout.multi_turn.protocol import Action, ToolCall
+from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment, tool_schemas
+from tests.rollout.multi_turn.helpers import chat_tokenizer
+
+SERVER = """
+import os, sys, time
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Adds two numbers."
+    return a + b
+
+@server.tool()
+def fail(reason: str) -> str:
+    "Fails."
+    raise ToolError(reason)
+
+@server.tool()
+def slow(seconds: float) -> str:
+    "Waits."
+    time.sleep(seconds)
+    return "late"
+
+@server.tool()
+def long(count: int) -> str:
+    "Says much."
+    return "x" * count
+
+@server.tool()
+def environment(name: str) -> str:
+    "Reads a variable."
+    return os.environ.get(name, "unset")
+
+server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("mcp") / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tools(script: Path) -> Iterator[MCPTools]:
+    os.environ["A_SECRET"] = "hidden"
+    command = [sys.executable, str(script)]
+    with MCPTools(command, env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "GRANTED": "yes"}) as found:
+        yield found
+    del os.environ["A_SECRET"]
+
+
+def called(tools: Any, *calls: tuple[str, dict[str, Any]]) -> Any:
+    step: Any = ToolEnvironment(tools).step(Action("", tuple(ToolCall(*call) for call in calls)))
+    return asyncio.run(step)
+
+
+def test_the_tools_describe_themselves_and_answer(tools: MCPTools) -> None:
+    assert len(tools) == 5
+    add = tool_schemas(tools)[0]["function"]
+    assert (add["name"], add["description"]) == ("add", "Adds two numbers.")
+    assert set(add["parameters"]["properties"]) == {"a", "b"}
+    step = called(tools, ("add", {"a": 2, "b": 3}), ("add", {"a": 20, "b": 30}))
+    assert [message["content"] for message in step.observation] == ["5", "50"]
+    assert step.failures == 0
+
+
+def test_what_fails_becomes_the_result_and_counts_as_a_failed_call(tools: MCPTools) -> None:
+    step = called(tools, ("fail", {"reason": "no such city"}), ("add", {"a": "x"}), ("subtract", {}))
+    assert step.failures == 3
+    assert "no such city" in step.observation[0]["content"]
+    assert "Unknown tool 'subtract'" in step.observation[2]["content"]
+
+
+def test_a_command_sees_what_it_is_granted_and_no_secret(tools: MCPTools) -> None:
+    step = called(tools, ("environment", {"name": "A_SECRET"}), ("environment", {"name": "GRANTED"}))
+    assert [message["content"] for message in step.observation] == ["unset", "yes"]
+
+
+def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    bounds: dict[str, Any] = {"max_result_characters": 10, "max_argument_characters": 200}
+    with MCPTools([sys.executable, str(script)], allow=["slow", "long", "fail"], env=env, **bounds) as tools:
+        assert [tool.__name__ for tool in tools] == ["fail", "slow", "long"]
+        tools._seconds = 1.0
+        step = called(tools, ("long", {"count": 25}), ("fail", {"reason": "y" * 300}), ("slow", {"seconds": 5.0}))
+        said = [message["content"] for message in step.observation]
+    assert said[0] == "xxxxxxxxxx\n[15 characters left out]"
+    assert "200 are passed on" in said[1]
+    assert "did not answer within 1 seconds" in said[2]
+    with pytest.raises(MemsafeError, match="is gone"):
+        asyncio.run(tools.call("long", {"count": 1}))
+
+
+def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with pytest.raises(ConfigError, match="cannot be used"):
+        MCPTools(["no-such-command-anywhere"])
+    with pytest.raises(ConfigError, match="cannot be used"):
+        MCPTools("http://127.0.0.1:9/mcp", timeout_seconds=10)
+    with pytest.raises(ConfigError, match=r"no tool subtract; there are add, environment"):
+        MCPTools([sys.executable, str(script)], allow=["subtract"], env=env)
+    with pytest.raises(ConfigError, match="neither a command nor an address"):
+        MCPTools("server.py")
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"pip install 'memsafe-rl\[mcp\]'"):
+        MCPTools(["x"])
+
+
+def test_a_run_trains_with_the_tools_of_a_server_over_http(script: Path, tmp_path: Path) -> None:
+    from tests.trainers.test_episodes import trainer_of
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(script), "streamable-http", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while True:
+            try:
+                tools = MCPTools(f"http://127.0.0.1:{port}/mcp", allow=["add"])
+                break
+            except ConfigError:
+                assert time.monotonic() < until
+                time.sleep(0.2)
+        assert asyncio.run(tools.call("add", {"a": 1, "b": 1})) == "2"
+        trainer: GRPOTrainer = trainer_of(
+            tmp_path,
+            environment_factory=None,
+            tools=tools,
+            reward_funcs=lambda completions, **_: [float(len(str(one))) for one in completions],
+            processing_class=chat_tokenizer(),
+            max_steps=1,
+        )
+        trainer.train()
+        assert "tools/call_frequency" in trainer.history[-1]
+        tools.close()
+    finally:
+        server.kill()
+        server.wait()
