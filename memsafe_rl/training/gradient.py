@@ -312,7 +312,7 @@ def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int])
     terms, trajectory = shared.terms, shared.trajectory
     scored = shared.scoring(rows, columns, with_kl=terms.settings.beta != 0.0)
     with shared.forward(shared.adapter):
-        scores = shared.shards.forward(shared.adapter.model, scored)
+        scores = shared.shards.forward_of(shared.adapter.model)(scored)
     inputs = loss_inputs(trajectory, rows, terms, scores, columns)
     shared.backward(policy_loss(inputs, terms.settings, terms.denominators).loss)
     parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}

@@ -18,8 +18,7 @@ from transformers import Trainer, get_scheduler
 from memsafe_rl.accounting import charge, device_type_of
 from memsafe_rl.memory.runtime.tracker import optimizer_tensors
 from memsafe_rl.training import failure, refusal
-from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights
-from memsafe_rl.training.optim.local_parts import LocalParts
+from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights, LocalParts
 from memsafe_rl.training.optim.state import (
     OptimizerOffload,
     Snapshot,
