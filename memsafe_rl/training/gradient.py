@@ -243,7 +243,7 @@ def _learn_from(
     head = critic.head if critic is not None and critic.shares_forward else None
     scored = shared.scoring(rows, packed=packed, value_head=head)
     with shared.forward(shared.adapter):
-        scores = shared.shards.forward_of(shared.adapter.model)(scored)
+        scores: TokenScores = shared.shards.forward_of(shared.adapter.model)(scored)
     inputs = loss_inputs(trajectory, rows, terms, scores)
     result = _with_sampler_gap(policy_loss(inputs, terms.settings, terms.denominators), trajectory, rows, inputs)
     if scores.values_BT is not None:
@@ -312,7 +312,7 @@ def _policy_gradient(shared: _Pass, rows: Sequence[int], columns: Sequence[int])
     terms, trajectory = shared.terms, shared.trajectory
     scored = shared.scoring(rows, columns, with_kl=terms.settings.beta != 0.0)
     with shared.forward(shared.adapter):
-        scores = shared.shards.forward_of(shared.adapter.model)(scored)
+        scores: TokenScores = shared.shards.forward_of(shared.adapter.model)(scored)
     inputs = loss_inputs(trajectory, rows, terms, scores, columns)
     shared.backward(policy_loss(inputs, terms.settings, terms.denominators).loss)
     parts = {entry.name: getattr(scores, entry.name) for entry in fields(scores)}
