@@ -33,6 +33,7 @@ from memsafe_rl.diagnostics.environment_checks import (
     in_order,
 )
 from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.diagnostics.status import version_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import read_cards
 from memsafe_rl.units import format_bytes
@@ -157,7 +158,7 @@ def gather() -> Environment:
     backend, usable = _torch()
     return Environment(
         variables=dict(os.environ),
-        versions={name: _version(name) for name in dict.fromkeys(packages)},
+        versions={name: version_of(name) for name in dict.fromkeys(packages)},
         requirements=required,
         optional=optional,
         backend=backend,
@@ -184,13 +185,6 @@ def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
         return tuple(project["dependencies"]), tuple(project["optional-dependencies"]["quantization"])
     needed = tuple(line for line in written if "extra ==" not in line)
     return needed, tuple(line.partition(";")[0].strip() for line in written if "quantization" in line)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch() -> tuple[str, int]:

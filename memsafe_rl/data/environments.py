@@ -90,12 +90,11 @@ class EnvironmentPool:
         _check_factories(factories, named=self._named)
         offered = listed_tools(tools)
         self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
-        probed = {name: pool.take() for name, pool in self._pools.items()}
-        for environment in probed.values():
-            schemas = tool_schemas(environment.tools)
-            if schemas:
+        probed = [pool.take() for pool in self._pools.values()]
+        for environment in probed:
+            if schemas := tool_schemas(environment.tools):
                 check_tools(Chat(tokenizer, config.chat_template_kwargs), schemas)
-        kinds = {type(own): own for own in map(_own, probed.values()) if judge_of(own) is not None}
+        kinds = dict.fromkeys(type(own) for own in map(_own, probed) if judge_of(own) is not None)
         self.rewards = [EnvironmentReward(kind, self.caller) for kind in kinds]
         self.has_environments = environment_factory is not None
 

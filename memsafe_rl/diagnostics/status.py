@@ -59,11 +59,15 @@ def plain_number(value: Any) -> Any:
 @cache
 def versions() -> dict[str, str]:
     """Gives the versions of the libraries that a result may depend on."""
-    found = {}
-    for name in _VERSIONS_OF:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return {name: found for name in _VERSIONS_OF if (found := version_of(name)) is not None}
+
+
+def version_of(package: str) -> str | None:
+    """Gives the version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def process_started(pid: int) -> float | None:
