@@ -216,7 +216,7 @@ def test_rows_of_episodes_that_are_over_go_first() -> None:
     assert found is not None
     over |= {(0, 0, 1), (0, 1, 1)}
     kept.shrink(kept.nbytes() - 1, ())
-    assert [name for name in names if name in found._rows] == [name for name in names if name[2] != 1]
+    assert [name for name in names if name in found.rows] == [name for name in names if name[2] != 1]
     kept.shrink(0, ())
     assert kept.nbytes() == 0
 
