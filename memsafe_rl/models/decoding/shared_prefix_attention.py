@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
@@ -290,7 +291,7 @@ class Reading:
         """
         state, block, window = self.state, segment.block, self.state.windows[layer]
         lengths = [state.lengths[row] for row in segment.rows]
-        prompts = [state.bases[row] for row in segment.rows]
+        prompts = list(map(attrgetter("base"), state.origins[segment.rows.start : segment.rows.stop]))
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
         width = block.keys[layer].shape[2]
         farthest = max(prompt + length for prompt, length in zip(prompts, lengths, strict=True)) + self.tokens
