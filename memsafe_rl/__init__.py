@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.1.0.dev0"
+
+# On a CPU, importing bitsandbytes warns of kernels that no plan uses, and reads like a failure.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
     alias.name: str(node.module)

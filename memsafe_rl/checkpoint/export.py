@@ -16,6 +16,7 @@ from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
@@ -37,8 +38,8 @@ def export(source: str, target: str, dtype: str | None) -> Path:
         AutoProcessor.from_pretrained(folder).save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0]} Give a folder that "
-            "`memsafe-rl train` or save_model wrote, and the base it names."
+            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0].rstrip('.')}. Give a "
+            "folder that `memsafe-rl train` or save_model wrote."
         ) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
@@ -62,9 +63,16 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
         config = AutoConfig.from_pretrained(folder)
         return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""
     base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
-    config = AutoConfig.from_pretrained(base)
-    model = PeftModel.from_pretrained(auto_class_of(config).from_pretrained(base, dtype=torch.float32), str(folder))
-    return config, model.merge_and_unload(), base
+    try:
+        config = AutoConfig.from_pretrained(base, **places_for(base))
+        model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
+    except OSError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(
+            f"The adapter in {str(folder)!r} belongs to the base {base!r}, which cannot be loaded ({reason}). Run this "
+            "where the base can be reached, or write its place as base_model_name_or_path into adapter_config.json."
+        ) from error
+    return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
 
 
 def _card(folder: Path, base: str, name: str) -> ModelCard:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from memsafe_rl.cli.arguments import of_a_plan, read_request, require
 from memsafe_rl.cli.teaching import show_train_help, show_verify_help
@@ -22,8 +26,29 @@ from memsafe_rl.preflight.cards import read_card
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
 
+_Misuse: Any = typer.BadParameter.__base__  # typer has a copy of click of its own, or uses click's, by its version
+
+
+class Commands(TyperGroup):
+    """The commands; a wrong one, or a wrong option, ends in one line like every mistake of a user."""
+
+    def main(self, *words: Any, standalone_mode: bool = True, **more: Any) -> Any:  # noqa: ARG002  (it always exits)
+        """Runs a command, and ends the process."""
+        try:
+            code = super().main(*words, standalone_mode=False, **more)
+        except _Misuse as error:
+            if text := " ".join(error.format_message().split()):  # empty where the help has just been shown
+                path = self.name if error.ctx is None else error.ctx.command_path
+                show_error(f"{text.rstrip('.')}. See `{path} --help`.")
+            code = MISUSED
+        except typer.Abort:
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 app = typer.Typer(
     name="memsafe-rl",
+    cls=Commands,
     help="Train models with GRPO and PPO within a memory budget, without changing the mathematics.",
     no_args_is_help=True,
     add_completion=False,
@@ -76,20 +101,39 @@ def tell(module: Any, as_json: bool, found: Any) -> None:
         module.show(found, Console())
 
 
+def show_error(text: str) -> None:
+    """Prints an error as one red line."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), (" ".join(text.split()), "red")))
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Prints a user's error as one red line, and exits with the matching code."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    """Prints a user's error as one red line, and a warning as one line; exits with the matching code."""
+    formatter, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"warning: {message}\n"
     try:
         yield
     except MemsafeError as error:
-        console.print(Text.assemble(("error: ", "bold red"), (" ".join(str(error).split()), "red")))
+        show_error(str(error))
         raise typer.Exit(MISUSED) from None
     except TrainingInterrupted:
         raise typer.Exit(INTERRUPTED_CODE) from None  # the run has said what was saved
     except KeyboardInterrupt:
-        console.print("interrupted")
+        typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        places = traceback.extract_tb(error.__traceback__)
+        called = [one for by, one in pairwise(places) if Path(by.filename).parts[-2:] == ("rewards", "calls.py")]
+        if not called or called[-1].filename.endswith("calls.py"):  # a defect of this library keeps its traceback
+            raise
+        function = called[-1]
+        show_error(
+            f"reward function {function.name!r} raised {type(error).__name__}: {error} ({function.filename}:"
+            f"{function.lineno}). Mend it there, or catch the error and return None to leave a row out."
+        )
+        raise typer.Exit(MISUSED) from None
+    finally:
+        warnings.formatwarning = formatter
 
 
 @app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")

@@ -47,6 +47,8 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
     """Writes a run file whose run fits a card by its forecast: all weights if they fit, else an adapter."""
     if output.exists():
         raise ConfigError(f"{str(output)!r} exists. Remove it, or name another file with --output.")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {str(output)!r}, whose folder is not there. Make it, or name another file.")
     request = _complete(request)
     require(request)
     if not {"dataset", "dataset_name"} & request.run.keys():

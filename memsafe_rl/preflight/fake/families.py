@@ -68,7 +68,7 @@ def _no_config(model: str, role: str, error: Exception) -> ConfigError:
             "folder with the config.json that the network was saved with, or mend it."
         )
     near = [known for known in FAMILIES if _short(known) in _near(model)]
-    known = f"; near to it are {', '.join(near)}" if near else f": {', '.join(FAMILIES)}"
+    known = f"; near to it are {', '.join(near)}" if near else f", such as {', '.join(list(FAMILIES)[:3])}"
     return ConfigError(
         f"{role}={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
         f"of those known without it{known}. Write one of these, or save its config.json and give its folder."
