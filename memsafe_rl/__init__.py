@@ -10,9 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0.dev0"
 
-# On a CPU, importing bitsandbytes warns of kernels that no plan uses, and reads like a failure.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # warns of kernels that no plan uses
 _HOMES = {
     alias.name: str(node.module)
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body

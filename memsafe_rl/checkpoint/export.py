@@ -67,10 +67,9 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
         config = AutoConfig.from_pretrained(base, **places_for(base))
         model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
     except OSError as error:
-        reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
-            f"The adapter in {str(folder)!r} belongs to the base {base!r}, which cannot be loaded ({reason}). Run this "
-            "where the base can be reached, or write its place as base_model_name_or_path into adapter_config.json."
+            f"The adapter in {str(folder)!r} belongs to the base {base!r}, which cannot be loaded here. Run this where "
+            "it can, or write its place as base_model_name_or_path into adapter_config.json."
         ) from error
     return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
 

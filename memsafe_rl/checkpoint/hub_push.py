@@ -125,7 +125,7 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         for upload in [upload for upload in self._uploads if wait or upload.done()]:
             self._uploads.remove(upload)
             if (error := upload.exception()) is not None:
-                logger.warning("an upload to %s failed, and the run goes on: %s", self.repo_id, error)
+                logger.warning("an upload to %s failed; training continues: %s", self.repo_id, error)
 
 
 def _link(source: Path, folder: Path, left_out: frozenset[str] = frozenset()) -> None:

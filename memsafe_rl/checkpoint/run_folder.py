@@ -98,10 +98,16 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
     return RunFolder(path, mark, checkpoint, lock)
 
 
-def check_earlier(path: Path, resume: bool | str | None, *, overwrite: bool) -> None:
-    """Refuses what `claim` would, for a run that begins anew where an earlier one left weights."""
-    if not resume and not overwrite and (weights := [*checkpoints(path), *_matching(path, _WEIGHTS)]):
-        raise _occupied(path, weights, known_run(path))
+def check_earlier(path: Path, *, overwrite: bool) -> None:
+    """Refuses to begin anew where an earlier run left weights."""
+    names = sorted(each.name for each in (*checkpoints(path), *_matching(path, _WEIGHTS)))
+    if names and not overwrite:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        run_id = known_run(path).get("run_id", "unknown")
+        raise ConfigError(
+            f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({run_id}). {_how_to_go_on(path)}, "
+            f"set another output_dir, or set overwrite_output_dir=True, which moves the earlier run into {PREVIOUS}/."
+        )
 
 
 def check_writable(path: Path) -> None:
@@ -178,22 +184,11 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
 
 def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
     """Moves an earlier run's files into a folder of their own, and gives it; refuses where they are more than logs."""
+    check_earlier(path, overwrite=overwrite)
     weights = [*checkpoints(path), *_matching(path, _WEIGHTS)]
-    if weights and not overwrite:
-        raise _occupied(path, weights, known)
     noted = [path / str(name) for name in known.get("files", ()) if (path / str(name)).exists()]
     moved = [*_matching(path, _LOGS), *noted, *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
     return _move_aside(path, moved, str(known.get("run_id", "unknown"))) if moved else path
-
-
-def _occupied(path: Path, weights: Iterable[Path], known: Mapping[str, Any]) -> ConfigError:
-    names = sorted(each.name for each in weights)
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return ConfigError(
-        f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({known.get('run_id', 'unknown')}). "
-        f"{_how_to_go_on(path)}, set another output_dir, or set overwrite_output_dir=True, which moves the earlier "
-        f"run into {PREVIOUS}/."
-    )
 
 
 def _how_to_go_on(path: Path) -> str:

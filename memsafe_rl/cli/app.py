@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from traceback import extract_tb
 from typing import Annotated, Any
 
 import typer
@@ -110,30 +110,36 @@ def show_error(text: str) -> None:
 @contextmanager
 def plain_errors() -> Iterator[None]:
     """Prints a user's error as one red line, and a warning as one line; exits with the matching code."""
-    formatter, warnings.formatwarning = warnings.formatwarning, lambda message, *_: f"warning: {message}\n"
     try:
-        yield
-    except MemsafeError as error:
-        show_error(str(error))
-        raise typer.Exit(MISUSED) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries; a user can do nothing about them
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            yield
     except TrainingInterrupted:
         raise typer.Exit(INTERRUPTED_CODE) from None  # the run has said what was saved
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
     except Exception as error:
-        places = traceback.extract_tb(error.__traceback__)
-        called = [one for by, one in pairwise(places) if Path(by.filename).parts[-2:] == ("rewards", "calls.py")]
-        if not called or called[-1].filename.endswith("calls.py"):  # a defect of this library keeps its traceback
+        text = str(error) if isinstance(error, MemsafeError) else _of_a_reward(error)
+        if not text:  # a defect of this library keeps its traceback
             raise
-        function = called[-1]
-        show_error(
-            f"reward function {function.name!r} raised {type(error).__name__}: {error} ({function.filename}:"
-            f"{function.lineno}). Mend it there, or catch the error and return None to leave a row out."
-        )
+        show_error(text)
         raise typer.Exit(MISUSED) from None
-    finally:
-        warnings.formatwarning = formatter
+
+
+def _of_a_reward(error: Exception) -> str:
+    """Says where a reward function raised an error; empty where it was not one."""
+    frames = [
+        (one, Path(one.filename).parts[-2:] == ("rewards", "calls.py")) for one in extract_tb(error.__traceback__)
+    ]
+    places = [one for (_, by_us), (one, ours) in pairwise(frames) if by_us and not ours]
+    if not places:
+        return ""
+    return (
+        f"reward function {places[-1].name!r} raised {type(error).__name__}: {error} ({places[-1].filename}:"
+        f"{places[-1].lineno}). Mend it there, or catch the error and return None to leave a row out."
+    )
 
 
 @app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")

@@ -92,7 +92,7 @@ def _headline(request: RunRequest, way: str, found: MemoryForecast, more: Findin
         f"{request.run['model']}, {way}, on a card of {format_bytes(found.device_bytes)}. Forecast: a peak of "
         f"{format_bytes(found.peak_bytes)} in {found.peak_phase.value}, of a budget of "
         f"{format_bytes(found.budget_bytes)}. Longest completion that fits, by an estimate: "
-        f"{longest_text(found, more)}. Ask again after a change:"
+        f"{longest_text(found, more)}. Forecast again after a change:"
     )
 
 

@@ -348,7 +348,8 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
     card, budget = format_bytes(wanted.device_bytes), format_bytes(forecast.budget_bytes)
     how = "" if wanted.sharding == "none" else f" under {wanted.sharding}"
     rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks:,} ranks{how}"
-    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; GiB"
+    unit, size_of_unit = ("GiB", 2**30) if forecast.peak_bytes >= 2**28 else ("MiB", 2**20)
+    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; {unit}"
     table = Table(padding=0, title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)
     shown = [part for part in _COMPONENTS if any(parts.get(part) for parts in forecast.phases.values())]
@@ -364,12 +365,12 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
         sizes = [parts.get(part, 0) for part in shown]
         style = "bold" if phase is forecast.peak_phase else ""
         held = (*sizes, other, sum(parts.values()), *filter(None, [forecast.reserved_bytes.get(phase)]))
-        table.add_row(phase.value, *map(_gib, held), style=style)
+        table.add_row(
+            phase.value,
+            *("" if part < size_of_unit / 200 else f"{part / size_of_unit:.2f}" for part in held),
+            style=style,
+        )
     return table
-
-
-def _gib(size: int) -> str:
-    return "" if size < 5 * 2**20 else f"{size / 2**30:.2f}"
 
 
 def _plan_lines(forecast: MemoryForecast) -> Text:
@@ -404,7 +405,7 @@ def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
     group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
     flags = f"--max-completion-length {findings.longest_completion}", f"--num-generations {findings.largest_group}"
     lines = [
-        f"band: {band.value}, {share:.0%} of the budget",
+        f"headroom: {band.value}, {share:.0%} of the budget used",
         f"biggest lever left: {findings.lever}",
         f"longest completion that fits: {longest_text(forecast, findings)} ({flags[0]}{known})",
         f"largest group that fits: {group} completions a prompt ({flags[1]}; estimated)",

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import yaml
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable
 from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank
@@ -55,6 +56,9 @@ class Run:
 
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     """Checks a request and fills in every setting."""
+    if not sys.stderr.isatty():  # in a log, bars of loaders are noise
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     size = None if simulate is None else _simulated_bytes(simulate)
     settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
     run = RunFields(**request.run)
@@ -82,7 +86,7 @@ def train(run: Run, console: Console) -> None:
     """Trains, and writes the model into `output_dir`."""
     given, named = ingredients(run), run.config.output_dir
     check_writable(Path(named))
-    check_earlier(Path(named), run.config.resume_from_checkpoint, overwrite=run.config.overwrite_output_dir)
+    check_earlier(Path(named), overwrite=run.config.overwrite_output_dir or bool(run.config.resume_from_checkpoint))
     with device_of(run, console):
         trainer = trainer_of(run)(**given)
         result = trainer.train()
@@ -210,8 +214,8 @@ def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
 def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
     try:
         if source == chosen.dataset_name:
-            if "local_files_only" in places_for(source):  # else the client tries for half a minute
-                datasets_config.HF_HUB_OFFLINE = True
+            # Without a hub the client would try again for half a minute.
+            datasets_config.HF_HUB_OFFLINE |= "local_files_only" in places_for(source)
             return load_dataset(source, chosen.dataset_config, split=split)
         path = Path(source).expanduser()
         if path.is_dir():

@@ -366,7 +366,7 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
             raise
         raise DataError(f"{name}[{len(lengths) + getattr(error, 'place', 0)}]: {error}") from error
     if repeats and isinstance(tokenizer, PromptTokenizer):  # images differ where their tokens do not
-        told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; each counts as its own"
+        told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; duplicates are kept"
         logger.warning(told, name, len(repeats), len(lengths), repeats[0])
     return _within(lengths, tokenizer, overlong, name)
 

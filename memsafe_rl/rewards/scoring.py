@@ -34,8 +34,8 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
         ) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(
-            f"reward model {name!r} has no trained head ({missing[0]} is missing), so its rewards would be random. Give "
-            "a folder or a name with the weights of a sequence classifier."
+            f"reward model {name!r} has no trained head ({missing[0]} is missing): its rewards would be random. Give a "
+            "folder with a sequence classifier."
         )
     return cast(nn.Module, model)
 

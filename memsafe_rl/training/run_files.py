@@ -257,11 +257,11 @@ class RunFiles:
 
 def _resume_command(config: TrainerConfig) -> str:
     """Gives what resumes the run from its latest checkpoint: the command it was started with, or a call."""
-    command = shlex.join(sys.argv)
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     if Path(sys.argv[0]).name == "memsafe-rl":
         return command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
     if config.resume_from_checkpoint in ("auto", "true"):
-        return f"{Path(sys.executable).name} {command}"
+        return shlex.join([Path(sys.executable).name, *sys.argv])
     return "trainer.train(resume_from_checkpoint=True)"
 
 

@@ -32,7 +32,7 @@ def plan(folder: Path, *words: str) -> tuple[int, str, str]:
 def test_a_config_alone_is_enough(folder: Path) -> None:
     code, told, _ = plan(folder, "--gpu", "1GiB", "--max-completion-length", "64", "--prompt-tokens", "32")
     assert code == 0
-    for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "band: safe", "biggest lever left: "):
+    for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "headroom: safe", "biggest lever left: "):
         assert line in told
     assert (
         "longest completion that fits: 568 tokens, all that the model takes (--max-completion-length 568; esti" in told

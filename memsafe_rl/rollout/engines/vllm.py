@@ -233,8 +233,8 @@ class _Run:
         while self._waiting or self._running:
             if patience == 0:
                 raise MemsafeError(
-                    f"vLLM goes on without ending any of {len(self._running)} sequences. Leave use_vllm out to decode "
-                    "with the library's own engine."
+                    f"vLLM keeps running without finishing any of {len(self._running)} sequences. Leave use_vllm out "
+                    "to decode with the library's own engine."
                 )
             patience -= 1
             self._admit()

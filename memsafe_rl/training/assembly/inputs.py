@@ -196,7 +196,7 @@ def check_together(
 def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
     told = f"partial_rollout_tokens is {config.partial_rollout_tokens}, but "
     if not alone:
-        raise ConfigError(f"{told}only this library's own engine goes on with completions. Leave one out.")
+        raise ConfigError(f"{told}only this library's own engine can continue completions. Leave one out.")
     if config.dynamic_sampling:
         raise ConfigError(
             f"{told}with dynamic_sampling a rollout is replaced by its rewards, which unfinished groups do not have. "
@@ -208,8 +208,8 @@ def _check_partial(config: TrainerConfig, *, alone: bool) -> None:
             "it. Set it to True."
         )
     logger.warning(
-        "%scompletions longer than that go on in the next rollout: the order of the data follows their lengths, and "
-        "those that older weights have begun are corrected by importance weights.",
+        "%scompletions longer than that continue in the next rollout, so the order of the data depends on their "
+        "lengths; importance weights correct for tokens that older weights sampled.",
         told.removesuffix("but "),
     )
 

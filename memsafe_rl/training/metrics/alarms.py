@@ -140,9 +140,9 @@ class AlarmWatch:
 
 def _truncation(share: float, limit: float) -> _Reading:
     sentence = (
-        f"{share:.1%} of the rollout's completions were cut off at max_completion_length (alarm from {limit:.1%}), and "
-        "are judged by an answer that they could not finish; raise max_completion_length, or set "
-        "mask_truncated_completions=True so that they do not teach."
+        f"{share:.1%} of the rollout's completions were cut off at max_completion_length (alarm from {limit:.1%}) and "
+        "rewarded for an unfinished answer; raise max_completion_length, or set mask_truncated_completions=True to "
+        "exclude them from the loss."
     )
     return _Reading(share >= limit, share, limit, sentence)
 
@@ -159,18 +159,18 @@ def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
 
 
 def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping[str, float]) -> _Reading:
-    known = "" if mean is None else f", the mean reward being {mean:.3g}"
+    known = "" if mean is None else f"; mean reward {mean:.3g}"
     sentence = (
-        f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}){known}: such groups teach "
-        "nothing; choose prompts that are neither always solved nor never, grade the reward more finely, raise "
+        f"In {share:.1%} of the groups all rewards are equal (alarm from {limit:.1%}{known}), so the model learns "
+        "nothing from them; choose prompts that it solves at times, grade the reward more finely, raise "
         "num_generations or temperature, or set dynamic_sampling=True."
     )
     if flat:
         gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
         sentence = (
-            f"Over all completions of the rollout, reward function {' and '.join(gave)}: it tells no completion from "
-            "another, so the model learns nothing from it; call it yourself on a few completions (log_completions=True "
-            "shows them), and see that it reads what the model writes."
+            f"For every completion of the rollout, reward function {' and '.join(gave)}, so the model learns nothing "
+            "from it; call it yourself on a few completions (log_completions=True shows them), and check that it reads "
+            "what the model writes."
         )
     return _Reading(share >= limit or bool(flat), share, limit, sentence)
 
@@ -191,7 +191,7 @@ def _lost_updates(share: float, rate: float, limit: float) -> _Reading:
     sentence = (
         f"{share:.1%} of the trained bfloat16 weights that have a gradient were not moved by the step (alarm from "
         f"{limit:.1%}, a small sample): at a learning rate of {rate:.3g} their updates are smaller than the rounding "
-        "of bfloat16, so that nothing of them is left, however many steps follow. Set master_weights=True (float32 "
+        "of bfloat16, so they are lost, however many steps follow. Set master_weights=True (float32 "
         "copies) or 'stochastic_rounding', with an optimizer named by optim; or keep trained weights in float32, with "
         "bf16=True for the forward passes; or train an adapter (peft_config)."
     )
