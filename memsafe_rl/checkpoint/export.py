@@ -78,7 +78,8 @@ def _card(folder: Path, base: str, name: str) -> ModelCard:
     """Writes a model card from what the run has recorded."""
     run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
     run: Mapping[str, Any] = {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
-    facts = {"base": base, "data": run.get("data", ""), **run.get("facts", {})}
+    facts = {"data": run.get("data", ""), **run.get("facts", {})}
+    base = base or facts.get("model", "")
     if run_folder is not None:
         read = read_run(run_folder)
         names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))

@@ -382,4 +382,9 @@ def export(
     with plain_errors():
         if dtype is not None:
             check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
+        if not Path(source).is_dir():
+            raise ConfigError(
+                f"{source!r} holds no weights: neither adapter_config.json nor config.json. Give a "
+                "run's output_dir or a checkpoint's folder."
+            )
         typer.echo(str(importlib.import_module("memsafe_rl.checkpoint.export").export(source, target, dtype)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import time
@@ -16,7 +17,6 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from memsafe_rl.checkpoint.store import own_checkpoints
 from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
 from memsafe_rl.errors import ConfigError
@@ -172,7 +172,8 @@ def _advice_on_life(seen: Sighting) -> str:
 
 def _way_on(status: Mapping[str, Any]) -> str:
     """Says from where a run can be resumed, if from anywhere."""
-    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
+    store = importlib.import_module("memsafe_rl.checkpoint.store")  # with torch, which watching a live run spares
+    saved = store.own_checkpoints(Path(str(status.get("run_dir", "."))))
     if not saved:
         return "It left no checkpoint; start it again."
     return f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."

@@ -501,6 +501,9 @@ def test_a_checkpoint_is_exported_in_another_type(tiny_run: Path, tmp_path: Path
     assert invoke(tiny_run, "--max-steps", "1").exit_code == 0
     found = RUNNER.invoke(app, ["export", "out/checkpoint-1", "half", "--dtype", "bfloat16"])
     assert (found.exit_code, found.stdout) == (0, "half\n"), found.stderr
+    card = Path("half/README.md").read_text()
+    assert "base_model: model\n" in card
+    assert "| model | model |" in card
     half = AutoModelForCausalLM.from_pretrained("half")
     trained = load_file(tmp_path / "out" / "model.safetensors")
     name, weight = next(iter(half.named_parameters()))

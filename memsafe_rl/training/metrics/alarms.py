@@ -230,13 +230,13 @@ def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading 
     return _Reading(broken, drop, limit, sentence)
 
 
-_LEANER_PLANS = "see in memory.jsonl whether failures made the plans leaner, and else who else uses the machine"
+_LEANER_PLANS = "check in memory.jsonl whether failures made the plans leaner, or whether others use the machine"
 _REMEDIES = {
     "rollout": (
-        "see whether completions/mean_length has risen, and lower max_completion_length if it should not have; else "
-        "see who else uses the machine"
+        "check whether completions/mean_length has risen (lower max_completion_length if that is unwanted), or whether "
+        "others use the machine"
     ),
-    "reward": "see in time/reward/* which reward function has become slow, and bound it by reward_timeout_seconds",
+    "reward": "check in time/reward/* which reward function has become slow, and set reward_timeout_seconds",
     "score": _LEANER_PLANS,
     "update": _LEANER_PLANS,
     "optimizer": _LEANER_PLANS,
