@@ -130,16 +130,14 @@ def plain_errors() -> Iterator[None]:
 
 def _of_a_reward(error: Exception) -> str:
     """Says where a reward function raised an error; empty where it was not one."""
-    frames = [
-        (one, Path(one.filename).parts[-2:] == ("rewards", "calls.py")) for one in extract_tb(error.__traceback__)
-    ]
-    places = [one for (_, by_us), (one, ours) in pairwise(frames) if by_us and not ours]
-    if not places:
-        return ""
-    return (
-        f"reward function {places[-1].name!r} raised {type(error).__name__}: {error} ({places[-1].filename}:"
-        f"{places[-1].lineno}). Mend it there, or catch the error and return None to leave a row out."
-    )
+    text = ""
+    for caller, one in pairwise(extract_tb(error.__traceback__)):
+        if Path(caller.filename).parts[-2:] == ("rewards", "calls.py") and one.filename != caller.filename:
+            text = (
+                f"reward function {one.name!r} raised {type(error).__name__}: {error} ({one.filename}:{one.lineno}). "
+                "Mend it there, or catch the error and return None to leave a row out."
+            )
+    return text
 
 
 @app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
@@ -228,8 +226,8 @@ def plan(
     with plain_errors():
         request, card = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit), read_card(gpu)
         module = command("plan")
-        given = {"reward_models": reward_model or (), "ranks": ranks, "sharding": sharding}
-        wish = module.wish(request, card=card, prompt_tokens=prompt_tokens, **given)
+        given = {"prompt_tokens": prompt_tokens, "reward_models": reward_model or (), "ranks": ranks}
+        wish = module.wish(request, card=card, sharding=sharding, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))

@@ -12,12 +12,11 @@ import yaml
 from memsafe_rl.config.declaring import Setting, declare, setting
 from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.config.settings import DECLARED
-from memsafe_rl.config.values import check_choice, read
+from memsafe_rl.config.values import read
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.budget import check_budget
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-TRAINER_NAMES = ("grpo", "rloo", "ppo")
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 """Types of files of prompts, and their names in `datasets`."""
 
@@ -28,7 +27,9 @@ class RunFields:
 
     declared: ClassVar[Mapping[str, Setting]]
 
-    trainer: str = setting("grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.")
+    trainer: str = setting(
+        "grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.", choices=("grpo", "rloo", "ppo")
+    )
     model: str | None = setting(None, "Model to train: a folder, or a name where a hub is reachable.")
     dataset: str | None = setting(
         None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
@@ -82,8 +83,7 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     # Read and checked before torch is imported, which takes seconds.
     run = {name: _entry(name, value) for name, value in merged.items() if name in RUN_NAMES}
     settings = {name: _DECLARED[name].read(value) for name, value in merged.items() if name not in RUN_NAMES}
-    check_choice("trainer", trainer := run.get("trainer", "grpo"), TRAINER_NAMES)
-    if run.get("critic") is not None and trainer != "ppo":
+    if run.get("critic") is not None and (trainer := run.get("trainer", "grpo")) != "ppo":
         raise ConfigError(f"critic is {run['critic']!r} with trainer {trainer!r}, which has none. Set trainer to ppo.")
     if isinstance(peft := run.get("peft"), str):
         lora_rank(peft)
@@ -159,9 +159,8 @@ def read_run_file(path: Path) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark
-        line = (mark.get_snippet(indent=0) or "").partition("\n")[0]
-        where = f"in line {mark.line + 1}, column {mark.column + 1}: {line!r}"
-        raise ConfigError(f"{path} is not YAML: {error.problem} {where}. Mend that line.") from None
+        where = f"line {mark.line + 1}, column {mark.column + 1}: {mark.get_snippet(0).splitlines()[0]!r}"
+        raise ConfigError(f"{path} is not YAML: {error.problem} in {where}. Mend that line.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Give a text file.") from None
     if not isinstance(content, dict):

@@ -60,8 +60,7 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
     for way, fields in {"as you said": {}}.items() if own else _WAYS.items():
         asked = replace(request, run={**request.run, **fields})
         console.print(f"Forecasting {way} ...", highlight=False)
-        wanted = wish(asked, card=card, prompt_tokens=None)
-        found, more = plan(wanted, console if console.is_terminal else None, find=False)
+        found, more = plan(wish(asked, card=card), console if console.is_terminal else None, find=False)
         if found.fits:
             again = f"memsafe-rl plan {output} --gpu {format_bytes(card.total_bytes).replace(' ', '')}"
             output.write_text("".join(_written(asked, [_headline(asked, way, found, more), again])), encoding="utf-8")

@@ -34,9 +34,7 @@ def resolve_reward(name: str, settings: Mapping[str, Any] | None = None) -> Call
     try:
         made = found(**(settings or {}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"Reward {name!r} cannot be made from {dict(settings or {})}: {error}. Correct its settings."
-        ) from error
+        raise ConfigError(f"Reward {name!r} cannot be made from {dict(settings or {})}: {error}. Mend them.") from error
     if not callable(made):
         raise ConfigError(
             f"Reward {name!r} was called with {dict(settings or {})} and gave {made!r:.100}. Give settings only to a "

@@ -159,7 +159,7 @@ ENTRIES: list[Case] = [
     ({"reward_funcs": ["rewards_of_bad_inputs:number"]}, "is 5, which is not a function | Name a function"),
     ({"reward_funcs": ["syntax_of_bad_inputs:f"]}, "SyntaxError: invalid syntax (syntax_of_bad_inputs.py, line 1)"),
     ({"reward_funcs": ["rewards_of_bad_inputs:needs"]}, "'needs' needs 'solution' | Add the column"),
-    ({"reward_funcs": [{"rewards_of_bad_inputs:made": {"sise": 2}}]}, "{'sise': 2} | 'sise' | Correct its settings"),
+    ({"reward_funcs": [{"rewards_of_bad_inputs:made": {"sise": 2}}]}, "{'sise': 2} | 'sise' | Mend them"),
     ({"reward_funcs": [{"rewards_of_bad_inputs:made": 3}]}, "made': 3} | one reward a line"),
     ({"reward_funcs": ["nobody/judge"]}, "reward model 'nobody/judge' cannot be loaded | Give a folder"),
     ({"reward_funcs": ["model"]}, "reward model 'model' has no trained head (score.weight | Give a folder"),
