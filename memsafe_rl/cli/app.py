@@ -32,10 +32,10 @@ _Misuse: Any = typer.BadParameter.__base__  # typer has a copy of click of its o
 class Commands(TyperGroup):
     """The commands; a wrong one, or a wrong option, ends in one line like every mistake of a user."""
 
-    def main(self, *words: Any, standalone_mode: bool = True, **more: Any) -> Any:  # noqa: ARG002  (it always exits)
+    def main(self, *words: Any, **more: Any) -> Any:
         """Runs a command, and ends the process."""
         try:
-            code = super().main(*words, standalone_mode=False, **more)
+            code = super().main(*words, **{**more, "standalone_mode": False})
         except _Misuse as error:
             if text := " ".join(error.format_message().split()):  # empty where the help has just been shown
                 path = self.name if error.ctx is None else error.ctx.command_path

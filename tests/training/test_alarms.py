@@ -215,9 +215,8 @@ def test_equal_rewards_say_what_they_are() -> None:
     (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, "frac_reward_zero_std": 1.0, "reward": 0.0})
     assert event["kind"] == "equal_rewards"
     assert event["sentence"].startswith(
-        "In 100.0% of the groups all rewards are equal (alarm from 90.0%), the mean reward"
+        "In 100.0% of the groups all rewards are equal (alarm from 90.0%; mean reward 0), so the model learns nothing"
     )
-    assert "being 0:" in event["sentence"]
     assert "dynamic_sampling=True" in event["sentence"]
 
 
