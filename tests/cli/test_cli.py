@@ -461,6 +461,7 @@ def test_a_tiny_model_is_trained_and_gone_on_with(tiny_run: Path, tmp_path: Path
     result = invoke(tiny_run, "--num-iterations", "2")
     assert result.exit_code == 0, result.output
     assert "2 optimizer steps done; the model is in out" in result.stdout
+    assert "Loading weights" not in result.stderr, "no progress bars in a log"
     before = load_file(tmp_path / "model" / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in after)
