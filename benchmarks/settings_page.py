@@ -17,8 +17,8 @@ from memsafe_rl.config.settings import ALGORITHMS
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-Every setting of `GRPOConfig`, `RLOOConfig` and `PPOConfig`; a run file and the flags of `memsafe-rl train` take the same names.
-Names and defaults are TRL's wherever the concept is the same ([TRL's settings one by one](trl-settings.md)).
+Every setting of `GRPOConfig`, `RLOOConfig` and `PPOConfig`; run files and the flags of `memsafe-rl train` take the same
+names. Names and defaults are TRL's wherever the concept is the same ([TRL's settings one by one](trl-settings.md)).
 `python -m benchmarks.settings_page` writes this page from the declarations.
 """
 
