@@ -22,6 +22,7 @@ from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
 
 _ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
+_EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; remove this line to keep changes. -->"
 
 
 def export(source: str, target: str, dtype: str | None) -> Path:
@@ -74,7 +75,14 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
     return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
 
 
-def _card(folder: Path, base: str, name: str) -> ModelCard:
+def fill_card(folder: Path, run_folder: Path) -> None:
+    """Writes a model card in the place of the empty form that PEFT leaves beside an adapter, or of an earlier one."""
+    card = folder / _CARD
+    if card.is_file() and any(mark in card.read_text(encoding="utf-8") for mark in (_EMPTY, _OURS)):
+        _card(run_folder, "", folder.resolve().name, library="peft").save(card)
+
+
+def _card(folder: Path, base: str, name: str, library: str = "transformers") -> ModelCard:
     """Writes a model card from what the run has recorded."""
     run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
     run: Mapping[str, Any] = {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
@@ -89,6 +97,7 @@ def _card(folder: Path, base: str, name: str) -> ModelCard:
             facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"
             facts["peak memory"] = f"{format_bytes(found.peak_bytes or 0)} of {format_bytes(found.budget_bytes or 0)}"
     facts |= {f"version of {package}": version for package, version in run.get("versions", {}).items()}
-    data = ModelCardData(library_name="transformers", model_name=name, base_model=base or None, tags=["memsafe_rl"])
+    data = ModelCardData(library_name=library, model_name=name, base_model=base or None, tags=["memsafe_rl"])
     rows = "".join(f"| {fact} | {value} |\n" for fact, value in facts.items() if value not in ("", "None"))
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {name}\n\nTrained with memsafe_rl.\n\n| | |\n|---|---|\n{rows}")
+    text = f"# {name}\n\nTrained with memsafe_rl.\n\n| | |\n|---|---|\n{rows}"
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_OURS}\n\n{text}")

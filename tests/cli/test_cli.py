@@ -475,6 +475,10 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
     result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "More Information Needed" not in card, "PEFT's form"
+    for fact in ("base_model: model\n", "library_name: peft\n", "| rewards | varied |", "| optimizer steps | 1 |"):
+        assert fact in card
     load, merge = result.stdout.splitlines()[-2:]
     assert merge == "merge: memsafe-rl export out out/merged"
     assert load == "load: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('model'), 'out')"
