@@ -17,9 +17,9 @@ from memsafe_rl.config.settings import ALGORITHMS
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 HEAD = """# Settings
 
-What `GRPOConfig`, `RLOOConfig` and `PPOConfig` take, and so does a run file or a flag of `memsafe-rl train`. Names and
-defaults are TRL's where the concept is ([TRL's settings one by one](trl-settings.md)). This page is written from the
-declarations by `python -m benchmarks.settings_page`.
+Every setting of `GRPOConfig`, `RLOOConfig` and `PPOConfig`; run files and the flags of `memsafe-rl train` take the same
+names. Names and defaults are TRL's wherever the concept is the same ([TRL's settings one by one](trl-settings.md)).
+`python -m benchmarks.settings_page` writes this page from the declarations.
 """
 
 

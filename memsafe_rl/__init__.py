@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import logging
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.2.0"
 
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # warns of kernels that no plan uses
 _HOMES = {
     alias.name: str(node.module)
     for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body

@@ -112,6 +112,8 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 def _words(metrics: Mapping[str, Any]) -> list[str]:
     """Writes those of a step's metrics that people watch; NaN, which logs hold as None, is shown as such."""
     known = {name: math.nan if value is None else value for name, value in metrics.items()}
+    if math.isnan(known.get("entropy", 0.0)):  # a step whose rewards are all equal trains no token
+        del known["entropy"]
     words = [form.format(known[name]) for name, form in _SHOWN.items() if name in known]
     if "reward" in known and "reward_std" in known:
         words[0] += f" ± {known['reward_std']:.3f}"

@@ -17,11 +17,13 @@ from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.diagnostics.run_folder import read_run
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
 
 _ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
+_EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; remove this line to keep changes. -->"
 
 
 def export(source: str, target: str, dtype: str | None) -> Path:
@@ -38,8 +40,8 @@ def export(source: str, target: str, dtype: str | None) -> Path:
         AutoProcessor.from_pretrained(folder).save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0]} Give a folder that "
-            "`memsafe-rl train` or save_model wrote, and the base it names."
+            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0].rstrip('.')}. Give a "
+            "folder that `memsafe-rl train` or save_model wrote."
         ) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
@@ -63,16 +65,30 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
         config = AutoConfig.from_pretrained(folder)
         return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""
     base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
-    config = AutoConfig.from_pretrained(base)
-    model = PeftModel.from_pretrained(auto_class_of(config).from_pretrained(base, dtype=torch.float32), str(folder))
-    return config, model.merge_and_unload(), base
+    try:
+        config = AutoConfig.from_pretrained(base, **places_for(base))
+        model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
+    except OSError as error:
+        raise ConfigError(
+            f"The adapter in {str(folder)!r} belongs to the base {base!r}, which cannot be loaded here. Run this where "
+            "it can, or write its place as base_model_name_or_path into adapter_config.json."
+        ) from error
+    return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
 
 
-def _card(folder: Path, base: str, name: str) -> ModelCard:
+def fill_card(folder: Path, run_folder: Path) -> None:
+    """Writes a model card in the place of the empty form that PEFT leaves beside an adapter, or of an earlier one."""
+    card = folder / _CARD
+    if card.is_file() and any(mark in card.read_text(encoding="utf-8") for mark in (_EMPTY, _OURS)):
+        _card(run_folder, "", folder.resolve().name, library="peft").save(card)
+
+
+def _card(folder: Path, base: str, name: str, library: str = "transformers") -> ModelCard:
     """Writes a model card from what the run has recorded."""
     run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
     run: Mapping[str, Any] = {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
-    facts = {"base": base, "data": run.get("data", ""), **run.get("facts", {})}
+    facts = {"data": run.get("data", ""), **run.get("facts", {})}
+    base = base or facts.get("model", "")
     if run_folder is not None:
         read = read_run(run_folder)
         names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
@@ -83,4 +99,5 @@ def _card(folder: Path, base: str, name: str) -> ModelCard:
             facts["peak memory"] = f"{format_bytes(found.peak_bytes or 0)} of {format_bytes(found.budget_bytes or 0)}"
     facts |= {f"version of {package}": version for package, version in run.get("versions", {}).items()}
     rows = "".join(f"\n| {fact} | {value} |" for fact, value in facts.items() if value not in ("", "None"))
-    return model_card(name, f"Trained with memsafe_rl.\n\n| | |\n|---|---|{rows}", base_model=base or None)
+    text = f"Trained with memsafe_rl.\n\n| | |\n|---|---|{rows}\n\n{_OURS}"
+    return model_card(name, text, library_name=library, base_model=base or None)

@@ -119,12 +119,12 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         for upload in [upload for upload in self._uploads if wait or upload.done()]:
             self._uploads.remove(upload)
             if (error := upload.exception()) is not None:
-                logger.warning("an upload to %s failed, and the run goes on: %s", self.repo_id, error)
+                logger.warning("an upload to %s failed; training continues: %s", self.repo_id, error)
 
 
-def model_card(name: str, text: str, *tags: str, **data: Any) -> ModelCard:
+def model_card(name: str, text: str, *tags: str, library_name: str = "transformers", **data: Any) -> ModelCard:
     """Writes a card of a model that was trained here."""
-    head = ModelCardData(library_name="transformers", model_name=name, tags=["memsafe_rl", *tags], **data)
+    head = ModelCardData(library_name=library_name, model_name=name, tags=["memsafe_rl", *tags], **data)
     return ModelCard(f"---\n{head.to_yaml()}\n---\n\n# {name}\n\n{text}\n")
 
 

@@ -98,6 +98,18 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
     return RunFolder(path, mark, checkpoint, lock)
 
 
+def check_earlier(path: Path, *, overwrite: bool) -> None:
+    """Refuses to begin anew where an earlier run left weights."""
+    names = sorted(each.name for each in (*checkpoints(path), *_matching(path, _WEIGHTS)))
+    if names and not overwrite:
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        run_id = known_run(path).get("run_id", "unknown")
+        raise ConfigError(
+            f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({run_id}). {_how_to_go_on(path)}, "
+            f"set another output_dir, or set overwrite_output_dir=True, which moves the earlier run into {PREVIOUS}/."
+        )
+
+
 def check_writable(path: Path) -> None:
     """Proves that a folder can be made and written."""
     probe = path / f".probe-{os.getpid()}"
@@ -172,14 +184,8 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
 
 def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:
     """Moves an earlier run's files into a folder of their own, and gives it; refuses where they are more than logs."""
+    check_earlier(path, overwrite=overwrite)
     weights = [*checkpoints(path), *_matching(path, _WEIGHTS)]
-    if weights and not overwrite:
-        shown = ", ".join(sorted(each.name for each in weights)[:4]) + (", ..." if len(weights) > 4 else "")
-        raise ConfigError(
-            f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({known.get('run_id', 'unknown')}). "
-            f"{_how_to_go_on(path)}, set another output_dir, or set overwrite_output_dir=True, which moves the earlier "
-            f"run into {PREVIOUS}/."
-        )
     noted = [path / str(name) for name in known.get("files", ()) if (path / str(name)).exists()]
     moved = [*_matching(path, _LOGS), *noted, *weights, *(_matching(path, _BESIDE_WEIGHTS) if weights else ())]
     return _move_aside(path, moved, str(known.get("run_id", "unknown"))) if moved else path

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from traceback import extract_tb
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from memsafe_rl.cli.arguments import of_a_plan, read_request, require
 from memsafe_rl.cli.teaching import OPTIONS, show_train_help, show_verify_help
@@ -22,8 +26,29 @@ from memsafe_rl.preflight.cards import read_card
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
 
+_Misuse: Any = typer.BadParameter.__base__  # typer has a copy of click of its own, or uses click's, by its version
+
+
+class Commands(TyperGroup):
+    """The commands; a wrong one, or a wrong option, ends in one line like every mistake of a user."""
+
+    def main(self, *words: Any, **more: Any) -> Any:
+        """Runs a command, and ends the process."""
+        try:
+            code = super().main(*words, **{**more, "standalone_mode": False})
+        except _Misuse as error:
+            if text := " ".join(error.format_message().split()):  # empty where the help has just been shown
+                path = self.name if error.ctx is None else error.ctx.command_path
+                show_error(f"{text.rstrip('.')}. See `{path} --help`.")
+            code = MISUSED
+        except typer.Abort:
+            code = INTERRUPTED
+        sys.exit(code if isinstance(code, int) else 0)
+
+
 app = typer.Typer(
     name="memsafe-rl",
+    cls=Commands,
     help="Train models with GRPO and PPO within a memory budget, without changing the mathematics.",
     no_args_is_help=True,
     add_completion=False,
@@ -75,20 +100,43 @@ def tell(module: Any, as_json: bool, found: Any) -> None:
         module.show(found, Console())
 
 
+def show_error(text: str) -> None:
+    """Prints an error as one red line."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), (" ".join(text.split()), "red")))
+
+
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Prints a user's error as one red line, and exits with the matching code."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    """Prints a user's error as one red line, and a warning as one line; exits with the matching code."""
     try:
-        yield
-    except MemsafeError as error:
-        console.print(Text.assemble(("error: ", "bold red"), (" ".join(str(error).split()), "red")))
-        raise typer.Exit(MISUSED) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries; a user can do nothing about them
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            yield
     except TrainingInterrupted:
         raise typer.Exit(INTERRUPTED_CODE) from None  # the run has said what was saved
     except KeyboardInterrupt:
-        console.print("interrupted")
+        typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        text = str(error) if isinstance(error, MemsafeError) else _of_a_reward(error)
+        if not text:  # a defect of this library keeps its traceback
+            raise
+        show_error(text)
+        raise typer.Exit(MISUSED) from None
+
+
+def _of_a_reward(error: Exception) -> str:
+    """Says where a reward function raised an error; empty where it was not one."""
+    text = ""
+    for caller, one in pairwise(extract_tb(error.__traceback__)):
+        if Path(caller.filename).parts[-2:] == ("rewards", "calls.py") and one.filename != caller.filename:
+            text = (
+                f"reward function {one.name!r} raised {type(error).__name__}: {error} ({one.filename}:{one.lineno}). "
+                "Mend it there, or catch the error and return None to leave a row out."
+            )
+    return text
 
 
 @app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
@@ -148,8 +196,8 @@ def plan(
     with plain_errors():
         request, card = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit), read_card(gpu)
         module = command("plan")
-        given = {"reward_models": reward_model or (), "ranks": ranks, "sharding": sharding}
-        wish = module.wish(request, card=card, prompt_tokens=prompt_tokens, **given)
+        given = {"prompt_tokens": prompt_tokens, "reward_models": reward_model or (), "ranks": ranks}
+        wish = module.wish(request, card=card, sharding=sharding, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))
@@ -271,4 +319,9 @@ def export(
     with plain_errors():
         if dtype is not None:
             check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
+        if not Path(source).is_dir():
+            raise ConfigError(
+                f"{source!r} holds no weights: neither adapter_config.json nor config.json. Give a "
+                "run's output_dir or a checkpoint's folder."
+            )
         typer.echo(str(importlib.import_module("memsafe_rl.checkpoint.export").export(source, target, dtype)))

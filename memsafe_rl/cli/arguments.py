@@ -12,9 +12,13 @@ import yaml
 from memsafe_rl.config.declaring import Setting, declare, setting
 from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.config.settings import DECLARED
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.config.values import read
+from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.memory.budget import check_budget
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+FILE_TYPES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Types of files of prompts, and their names in `datasets`."""
 
 
 @declare()
@@ -23,7 +27,9 @@ class RunFields:
 
     declared: ClassVar[Mapping[str, Setting]]
 
-    trainer: str = setting("grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.")
+    trainer: str = setting(
+        "grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.", choices=("grpo", "rloo", "ppo")
+    )
     model: str | None = setting(None, "Model to train: a folder, or a name where a hub is reachable.")
     dataset: str | None = setting(
         None, "File of prompts (.json, .jsonl, .csv, .parquet; column 'prompt'), or a folder that datasets saved."
@@ -64,7 +70,7 @@ _DECLARED = {**RunFields.declared, **DECLARED}
 class RunRequest:
     """A run as the user asked for it, names checked."""
 
-    run: Mapping[str, Any]  # entries of `RunFields`, as written
+    run: Mapping[str, Any]  # entries of `RunFields`, read
     settings: Mapping[str, Any]  # settings of the trainer, read
 
 
@@ -74,10 +80,39 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     known, refused = tuple(_DECLARED), REFUSED | REFUSED_ENTRIES
     written = admit(read_run_file(Path(file)), known, refused) if file is not None else {}
     merged = written | admit(flags, known, refused)
-    run = {name: value for name, value in merged.items() if name in RUN_NAMES}
-    # Read before torch is imported, which takes seconds.
+    # Read and checked before torch is imported, which takes seconds.
+    run = {name: _entry(name, value) for name, value in merged.items() if name in RUN_NAMES}
     settings = {name: _DECLARED[name].read(value) for name, value in merged.items() if name not in RUN_NAMES}
+    if run.get("critic") is not None and (trainer := run.get("trainer", "grpo")) != "ppo":
+        raise ConfigError(f"critic is {run['critic']!r} with trainer {trainer!r}, which has none. Set trainer to ppo.")
+    if isinstance(peft := run.get("peft"), str):
+        lora_rank(peft)
+    if settings.get("memory_budget") is not None:
+        check_budget(settings["memory_budget"])
     return RunRequest(run, settings)
+
+
+def _entry(name: str, value: Any) -> Any:
+    if name in ("peft", "quantization") and isinstance(value, str) and not value.lstrip().startswith("{"):
+        return read(name, value, str | None)  # 'lora:16' and '4bit' are words, though these entries may be mappings
+    return RunFields.declared[name].read(value)
+
+
+def lora_rank(word: str) -> int:
+    """Reads the rank in ``lora:16``."""
+    kind, _, rank = word.partition(":")
+    if kind != "lora" or not (rank or "16").isdigit() or int(rank or 16) == 0:
+        raise ConfigError(f"peft is {word!r}; write 'lora:16', or fields of LoraConfig such as {{'r': 16}}.")
+    return int(rank or 16)
+
+
+def check_quantization(given: Any, peft: Any) -> None:
+    """Refuses an unknown word, and a quantised base without an adapter."""
+    if isinstance(given, str) and given not in ("4bit", "8bit"):
+        raise ConfigError(f"quantization is {given!r}; write '4bit', '8bit', or fields of BitsAndBytesConfig.")
+    if given is not None and peft is None:
+        base = {"4bit": "A 4-bit", "8bit": "An 8-bit"}.get(str(given), "A quantised")
+        raise ConfigError(f"{base} base cannot be trained, only an adapter on it. Set peft to one, such as lora:16.")
 
 
 def require(request: RunRequest) -> None:
@@ -85,6 +120,23 @@ def require(request: RunRequest) -> None:
     for name in ("model", "reward_funcs"):
         if not request.run.get(name):
             raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
+    check_quantization(request.run.get("quantization"), request.run.get("peft"))
+    _check_files(request)
+
+
+def _check_files(request: RunRequest) -> None:
+    """Refuses prompts and checkpoints that are not there."""
+    for name in ("dataset", "eval_dataset"):
+        source = request.run.get(name)
+        if source is None or (path := Path(source).expanduser()).is_dir():
+            continue
+        if not path.is_file():
+            raise DataError(f"There is no {name.replace('_', ' ')} {source!r}. Give a file or a folder of prompts.")
+        if path.suffix not in FILE_TYPES:
+            raise DataError(f"{name} is {source!r}; files of prompts end in {', '.join(FILE_TYPES)}. Convert it.")
+    resume = request.settings.get("resume_from_checkpoint")
+    if resume is not None and resume.lower() not in ("auto", *TRUTH_WORDS) and not Path(resume).is_dir():
+        raise ConfigError(f"resume_from_checkpoint is {resume!r}, which is not a folder. Name a checkpoint folder.")
 
 
 def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
@@ -93,7 +145,10 @@ def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
         raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
     if load_in_4bit and request.run.get("quantization") not in (None, "4bit"):
         raise ConfigError("--load-in-4bit and quantization contradict each other. Remove one of them.")
-    return replace(request, run={**request.run, "quantization": "4bit"}) if load_in_4bit else request
+    _check_files(request)
+    request = replace(request, run={**request.run, "quantization": "4bit"}) if load_in_4bit else request
+    check_quantization(request.run.get("quantization"), request.run.get("peft"))
+    return request
 
 
 def read_run_file(path: Path) -> dict[str, Any]:
@@ -102,8 +157,12 @@ def read_run_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no run file {str(path)!r}. Give the path of a YAML file.")
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: {mark.get_snippet(0).splitlines()[0]!r}"
+        raise ConfigError(f"{path} is not YAML: {error.problem} in {where}. Mend that line.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Give a text file.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds {type(content).__name__}, not names and values. Write lines 'name: value'.")
     return {str(name).replace("-", "_"): value for name, value in content.items()}

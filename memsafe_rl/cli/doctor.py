@@ -61,11 +61,12 @@ class Examination:
 
 def examine(launch: str | None, run: str | None, script: str | None, expect: Sequence[str]) -> Examination:
     """Examines the machine and the given files."""
+    launched = None if launch is None else read_launch_file(Path(launch))  # before torch is imported
+    settings = {} if run is None else read_run_file(Path(run))
+    of_script = () if script is None else check_script(read_log(script), script)
     environment = gather()
     facts = dict(facts_of(environment))
     findings = list(check_environment(environment))
-    launched = None if launch is None else read_launch_file(Path(launch))
-    settings = {} if run is None else read_run_file(Path(run))
     parameters = None if settings.get("model") is None else parameters_of(str(settings["model"]))
     content = launched if isinstance(launched, Mapping) else {}
     count = content.get("num_processes")
@@ -77,9 +78,7 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
         findings += check_run_file(settings, run, environment, parameters=parameters, processes=processes)
         findings += _unreadable(run)
         facts |= _spelled(settings)
-    if script is not None:
-        findings += check_script(read_log(script), script)
-    distinct = tuple(dict.fromkeys(findings))
+    distinct = tuple(dict.fromkeys((*findings, *of_script)))
     # The rest of the environment stays private: it holds keys and tokens.
     private = {key for key in environment.variables if not key.startswith(("PYTORCH_", "CUDA_", "OMP_", "MKL_"))}
     public = {key: value for key, value in facts.items() if key not in private}

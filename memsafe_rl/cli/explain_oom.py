@@ -218,7 +218,7 @@ def _figures(found: Explanation) -> Table:
     share = found.stranded_share
     judged = "" if share is None else f"{share:.1%} of what PyTorch reserved"
     if share is not None:
-        judged += f", {'too much' if share >= STRANDED_SHARE else 'in order'} (bound {STRANDED_SHARE:.0%})"
+        judged += f", {'too much' if share >= STRANDED_SHARE else 'fine'} (limit {STRANDED_SHARE:.0%})"
     budget = message.held != ()
     rows = (
         ("requested", message.requested, ""),

@@ -47,6 +47,8 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
     """Writes a run file whose run fits a card by its forecast: all weights if they fit, else an adapter."""
     if output.exists():
         raise ConfigError(f"{str(output)!r} exists. Remove it, or name another file with --output.")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {str(output)!r}, whose folder is not there. Make it, or name another file.")
     request = _complete(request)
     require(request)
     if not {"dataset", "dataset_name"} & request.run.keys():
@@ -58,8 +60,7 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
     for way, fields in {"as you said": {}}.items() if own else _WAYS.items():
         asked = replace(request, run={**request.run, **fields})
         console.print(f"Forecasting {way} ...", highlight=False)
-        wanted = wish(asked, card=card, prompt_tokens=None)
-        found, more = plan(wanted, console if console.is_terminal else None, find=False)
+        found, more = plan(wish(asked, card=card), console if console.is_terminal else None, find=False)
         if found.fits:
             again = f"memsafe-rl plan {output} --gpu {format_bytes(card.total_bytes).replace(' ', '')}"
             output.write_text("".join(_written(asked, [_headline(asked, way, found, more), again])), encoding="utf-8")
@@ -90,7 +91,7 @@ def _headline(request: RunRequest, way: str, found: MemoryForecast, more: Findin
         f"{request.run['model']}, {way}, on a card of {format_bytes(found.device_bytes)}. Forecast: a peak of "
         f"{format_bytes(found.peak_bytes)} in {found.peak_phase.value}, of a budget of "
         f"{format_bytes(found.budget_bytes)}. Longest completion that fits, by an estimate: "
-        f"{longest_text(found, more)}. Ask again after a change:"
+        f"{longest_text(found, more)}. Forecast again after a change:"
     )
 
 

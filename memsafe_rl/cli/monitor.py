@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import socket
 import time
@@ -17,7 +18,6 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from memsafe_rl.checkpoint.store import own_checkpoints
 from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
 from memsafe_rl.errors import ConfigError
@@ -172,7 +172,8 @@ def _advice_on_life(seen: Sighting) -> Iterator[str]:
     if seen.liveness is Liveness.ALIVE:
         return
     status, ago = seen.status, duration(round(seen.age_seconds), decimals=0)
-    saved = own_checkpoints(Path(str(status.get("run_dir", "."))))
+    store = importlib.import_module("memsafe_rl.checkpoint.store")  # with torch, which watching a live run spares
+    saved = store.own_checkpoints(Path(str(status.get("run_dir", "."))))
     way_on = "It left no checkpoint; start it again."
     if saved:
         way_on = f"Resume it with resume_from_checkpoint=True: {saved[-1].name} is there."

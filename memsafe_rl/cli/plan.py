@@ -49,7 +49,7 @@ class Wish:
 
     run: Run
     device_bytes: int
-    prompt_tokens: int | None  # longest prompt; None: from the dataset or the settings
+    prompt_tokens: int | None = None  # longest prompt; None: from the dataset or the settings
     reward_models: tuple[str, ...] = ()
     ranks: int = 1
     sharding: str = "none"  # what the ranks shard
@@ -71,15 +71,7 @@ class Findings:
     confirmed: frozenset[tuple[int, int | None]] = frozenset()  # entries of the frontier that forecasts confirmed
 
 
-def wish(
-    request: RunRequest,
-    *,
-    card: NamedCard,
-    prompt_tokens: int | None,
-    reward_models: Sequence[str] = (),
-    ranks: int = 1,
-    sharding: str = "none",
-) -> Wish:
+def wish(request: RunRequest, *, card: NamedCard, reward_models: Sequence[str] = (), **more: Any) -> Wish:
     """Reads the user's request."""
     settings = {"report_to": "none", **request.settings, "use_cpu": True}
     if not settings.get("fp16"):
@@ -87,7 +79,7 @@ def wish(
     run = prepare(replace(request, settings=settings))
     judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
     speed = speed_of_card(card.name, run.config.autocast_dtype or torch.float32) if card.name else None
-    return Wish(run, card.total_bytes, prompt_tokens, tuple(dict.fromkeys(judges)), ranks, sharding, speed)
+    return Wish(run, card.total_bytes, reward_models=tuple(dict.fromkeys(judges)), speed=speed, **more)
 
 
 def plan(wanted: Wish, console: Console | None, *, find: bool) -> tuple[MemoryForecast, Findings]:
@@ -331,7 +323,8 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
     card, budget = format_bytes(wanted.device_bytes), format_bytes(forecast.budget_bytes)
     how = "" if wanted.sharding == "none" else f" under {wanted.sharding}"
     rank = "" if wanted.ranks == 1 else f", one of {wanted.ranks:,} ranks{how}"
-    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; GiB"
+    unit, unit_bytes = ("GiB", 2**30) if forecast.peak_bytes >= 2**28 else ("MiB", 2**20)
+    title = f"{wanted.run.fields.model} on a card of {card} (budget {budget}){rank}; {unit}"
     table = Table(padding=0, title=title, title_justify="left")
     table.add_column("phase", no_wrap=True)
     shown = [part for part in _COMPONENTS if any(parts.get(part) for parts in forecast.phases.values())]
@@ -347,12 +340,9 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
         sizes = [parts.get(part, 0) for part in shown]
         style = "bold" if phase is forecast.peak_phase else ""
         held = (*sizes, other, sum(parts.values()), *filter(None, [forecast.reserved_bytes.get(phase)]))
-        table.add_row(phase.value, *map(_gib, held), style=style)
+        cells = ("" if part < unit_bytes / 200 else f"{part / unit_bytes:.2f}" for part in held)
+        table.add_row(phase.value, *cells, style=style)
     return table
-
-
-def _gib(size: int) -> str:
-    return "" if size < 5 * 2**20 else f"{size / 2**30:.2f}"
 
 
 def _plan_lines(forecast: MemoryForecast) -> Text:
@@ -387,7 +377,7 @@ def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
     group = f"{findings.largest_group}" + (" or more" if findings.largest_group >= 1024 else "")
     flags = f"--max-completion-length {findings.longest_completion}", f"--num-generations {findings.largest_group}"
     lines = [
-        f"band: {band.value}, {share:.0%} of the budget",
+        f"headroom: {band.value}, {share:.0%} of the budget used",
         f"biggest lever left: {findings.lever}",
         f"longest completion that fits: {longest_text(forecast, findings)} ({flags[0]}{known})",
         f"largest group that fits: {group} completions a prompt ({flags[1]}; estimated)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import shlex
 import sys
@@ -10,22 +11,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 import yaml
-from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
+from datasets import config as datasets_config
 from datasets.exceptions import DatasetsError
 from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import BitsAndBytesConfig
+from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.checkpoint.run_folder import check_writable
-from memsafe_rl.cli.arguments import RunFields, RunRequest
+from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable
+from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.config.values import check_choice, read, unknown
+from memsafe_rl.config.values import unknown
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.hub import places_for
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
@@ -35,10 +39,6 @@ from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import format_bytes, parse_bytes
-
-_BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""File types of prompts, and their names in `datasets`."""
-
 
 TRAINERS: dict[str, type[PolicyTrainer]] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "ppo": PPOTrainer}
 """Trainers by their name in a run file."""
@@ -55,18 +55,12 @@ class Run:
 
 def prepare(request: RunRequest, simulate: str | None = None) -> Run:
     """Checks a request and fills in every setting."""
-    hints = get_type_hints(RunFields)
-    for name, value in request.run.items():
-        # 'lora:16' and '4bit' are words, though these entries may be mappings too.
-        if name in ("peft", "quantization") and isinstance(value, str) and not value.lstrip().startswith("{"):
-            hints[name] = str | None
-    named = {name: read(name, value, hints[name]) for name, value in request.run.items()}
+    if not sys.stderr.isatty():  # in a log, bars of loaders are noise
+        disable_progress_bars()
+        transformers_logging.disable_progress_bar()
     size = None if simulate is None else _simulated_bytes(simulate)
     settings = dict(request.settings) if size is None else {**request.settings, "use_cpu": True}
-    run = RunFields(**named)
-    check_choice("trainer", run.trainer, TRAINERS)
-    if run.critic is not None and run.trainer != "ppo":
-        raise ConfigError(f"critic is {run.critic!r} with trainer {run.trainer!r}, which has none. Set trainer to ppo.")
+    run = RunFields(**request.run)
     config: TrainerConfig = TRAINERS[run.trainer].config_class(**settings)
     return Run(run, config, size)
 
@@ -76,8 +70,8 @@ def _simulated_bytes(text: str) -> int:
         size = parse_bytes(text)
     except ConfigError as error:
         raise ConfigError(f"--simulate: {error}") from None
-    if size < 1:
-        raise ConfigError(f"--simulate is {text!r}; a device has more than 0 bytes. Write a size such as 2GiB.")
+    if size < 1 or text.strip().isdigit():
+        raise ConfigError(f"--simulate is {text!r}; write a size with its unit, such as 2GiB.")
     return size
 
 
@@ -91,6 +85,7 @@ def train(run: Run, console: Console) -> None:
     """Trains, and writes the model into `output_dir`."""
     given, named = ingredients(run), run.config.output_dir
     check_writable(Path(named))
+    check_earlier(Path(named), overwrite=run.config.overwrite_output_dir or bool(run.config.resume_from_checkpoint))
     with device_of(run, console):
         trainer = TRAINERS[run.fields.trainer](**given)
         result = trainer.train()
@@ -146,9 +141,9 @@ def reward(entry: Any) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if isinstance(entry, Mapping):
-        if len(entry) != 1:
+        ((name, settings),) = entry.items() if len(entry) == 1 else [("", 0)]
+        if not isinstance(settings, (Mapping, type(None))):
             raise ConfigError(f"reward_funcs has {dict(entry)!r}; write one reward a line, as '- name: {{settings}}'.")
-        ((name, settings),) = entry.items()
         return resolve_reward(str(name), settings or {})
     name = str(entry)
     if Path(name).is_dir() or "/" in name:
@@ -168,10 +163,7 @@ def adapter(given: Any) -> LoraConfig | None:
             if name not in names:
                 raise unknown(name, names, "field of peft")
         return LoraConfig(**({"task_type": "CAUSAL_LM"} | dict(given)))
-    kind, _, rank = str(given).partition(":")
-    if kind != "lora" or not (rank or "16").isdigit() or rank == "0":
-        raise ConfigError(f"peft is {given!r}; write 'lora:16', or fields of LoraConfig such as {{'r': 16}}.")
-    r = int(rank or 16)
+    r = lora_rank(str(given))
     return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
@@ -182,17 +174,20 @@ def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"quantization is {given!r}, which needs bitsandbytes. Install it: pip install bitsandbytes.")
     if isinstance(given, Mapping):
+        names = list(inspect.signature(BitsAndBytesConfig).parameters)
+        for name in given:
+            if name not in names:
+                raise unknown(name, names, "field of quantization")
         return BitsAndBytesConfig(**given)
+    check_quantization(given, "lora")
     if given == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
-    if given == "4bit":
-        return BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
-        )
-    raise ConfigError(f"quantization is {given!r}; write '4bit', '8bit', or fields of BitsAndBytesConfig.")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
 
 
 def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
@@ -200,7 +195,7 @@ def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
     if (chosen.dataset is None) == (chosen.dataset_name is None):
         raise ConfigError("Prompts come from one source. Set dataset (a file or folder) or dataset_name, and only one.")
     source = chosen.dataset or chosen.dataset_name
-    if chosen.dataset is None and Path(str(source)).suffix in _BUILDERS:
+    if chosen.dataset is None and Path(str(source)).suffix in FILE_TYPES:
         raise ConfigError(f"dataset_name is {source!r}, which is a file, not a name on a hub. Set dataset to it.")
     train_dataset = _loaded(source, chosen.dataset_split, chosen)
     if chosen.eval_dataset is not None:
@@ -213,22 +208,21 @@ def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
 def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
     try:
         if source == chosen.dataset_name:
+            # Without a hub the client would try again for half a minute.
+            datasets_config.HF_HUB_OFFLINE |= "local_files_only" in places_for(source)
             return load_dataset(source, chosen.dataset_config, split=split)
         path = Path(source).expanduser()
         if path.is_dir():
             return _split_of(load_from_disk(str(path)), split or "train", source)
-        if not path.is_file():
-            raise DataError(f"There is no dataset {source!r}. Give a file or a folder, or set dataset_name.")
-        if path.suffix not in _BUILDERS:
-            raise DataError(f"dataset is {source!r}; files of prompts end in {', '.join(_BUILDERS)}. Convert it.")
-        return load_dataset(_BUILDERS[path.suffix], data_files=str(path), split=split or "train")
-    except (DatasetsError, OSError, ValueError, KeyError) as error:
+        return load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=split or "train")
+    except (DatasetsError, OSError, ValueError, KeyError, StopIteration) as error:
         if isinstance(error, DataError):
             raise
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise DataError(
-            f"The dataset {source!r} cannot be read: {reason.rstrip('.')}. Repair or replace it."
-        ) from error
+        reason = " ".join(str(error.__cause__ or error).split()).rstrip(".") or "it is empty"
+        remedy = "Repair or replace it." if split in (None, "train") else "Correct the split, or repair the dataset."
+        if source == chosen.dataset_name:
+            remedy = "Check its name and configuration, or give a file or a folder as dataset."
+        raise DataError(f"The dataset {source!r} cannot be read: {reason}. {remedy}") from error
 
 
 def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:

@@ -128,7 +128,7 @@ def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) ->
     unused = [name for name in names if name not in used]
     if objectives and unused:
         raise ConfigError(
-            f"no objective has the reward function {unused[0]!r}, which would teach nothing. Add it to one of "
+            f"no objective uses the reward function {unused[0]!r}, so the model would not learn from it. Add it to "
             f"{', '.join(objective.name for objective in objectives)} (with a reward weight of 0 where it is only to "
             "be logged), or leave it out: of reward_funcs, or of the environment whose reward() it is."
         )

@@ -442,7 +442,7 @@ class TrainerSettings(RunSettings):
     vllm_importance_sampling_clip_min: float | None = sampling(None, "Lower bound of those weights; None: none.", low=0)
     sampler_rejection: str | None = sampling(
         None,
-        "Exclude what another sampler found far likelier or unlikelier from the policy loss, weights or no weights: "
+        "Exclude from the policy loss what another sampler found far more or far less likely, with or without weights: "
         "'token_' or 'sequence_' and 'k1' (log-ratio) or 'k3'; None: nothing.",
         choices=("token_k1", "token_k3", "sequence_k1", "sequence_k3"),
     )
@@ -587,7 +587,7 @@ class GRPOSettings(TrainerSettings):
         None, "Arguments of its from_pretrained, such as dtype; JSON on a command line.", resume="may change"
     )
     distillation_coef: float = token_reference(
-        1.0, "What a token's advantage loses for each nat that the model finds it likelier than the teacher.", above=0
+        1.0, "How much a token's advantage drops per nat that the model finds it likelier than the teacher.", above=0
     )
     gradient_merge: str = objective(
         "sum",

@@ -22,7 +22,7 @@ from memsafe_rl.config.generation_options import check_generation
 from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
 from memsafe_rl.config.values import check_choice, read, unknown
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.budget import MemoryBudget
+from memsafe_rl.memory.budget import check_budget
 from memsafe_rl.ops.advantages import ESTIMATORS
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import Registry
@@ -375,11 +375,7 @@ def _check_memory(config: TrainerConfig) -> None:
             "batch_invariant=True fixes the tiles of every product, which torch.compile would choose anew. Leave one "
             "of batch_invariant and torch_compile out."
         )
-    try:
-        MemoryBudget.parse(config.memory_budget)
-    except ConfigError as error:
-        told = str(error) if "memory_budget" in str(error) else f"memory_budget is {config.memory_budget!r}: {error}"
-        raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
+    check_budget(config.memory_budget)
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
     _check_checkpointing(config)

@@ -320,10 +320,10 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
         ) from (error)
 
 
-def prompt_of(example: Mapping[str, Any]) -> Any:
+def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
     """Gives an example's prompt."""
     if "prompt" not in example:
-        raise DataError(f"an example has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
+        raise DataError(f"{whose} has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
     images = images_of(example)
     return with_images(example["prompt"], images) if images else example["prompt"]
 
@@ -344,7 +344,7 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
     """Checks every prompt of a map-style dataset before any weight is loaded."""
     if len(examples) == 0:
         raise DataError(f"{name} is empty. Pass at least one example with a 'prompt' column.")
-    prompt_of(dict.fromkeys(examples.column_names))
+    prompt_of(dict.fromkeys(examples.column_names), name)
     lengths: list[int] = []
     batches: Iterable[list[Any]] = prompt_batches(examples, tokenizer.columns)
     if len(examples) >= _SHOW_PROGRESS_FROM:
@@ -366,7 +366,7 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
             raise
         raise DataError(f"{name}[{len(lengths) + getattr(error, 'place', 0)}]: {error}") from error
     if repeats and isinstance(tokenizer, PromptTokenizer):  # images differ where their tokens do not
-        told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; each counts as its own"
+        told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; duplicates are kept"
         logger.warning(told, name, len(repeats), len(lengths), repeats[0])
     return _within(lengths, tokenizer, overlong, name)
 

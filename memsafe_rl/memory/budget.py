@@ -93,6 +93,15 @@ class MemoryBudget:
         return budget_bytes
 
 
+def check_budget(text: str | float) -> None:
+    """Refuses a setting that is no budget, by its name."""
+    try:
+        MemoryBudget.parse(text)
+    except ConfigError as error:
+        told = str(error) if "memory_budget" in str(error) else f"memory_budget is {text!r}: {error}"
+        raise ConfigError(f"{told} 'auto' leaves the choice to the library.") from None
+
+
 def _parse_share(text: str) -> float:
     number = text.strip().removesuffix("%")
     try:

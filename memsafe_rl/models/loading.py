@@ -327,8 +327,11 @@ def _from_name(
     kind = auto_class_of(config)
     try:
         model = kind.from_pretrained(name, **loading_places_for(name, **settings))
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        raise ConfigError(f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error)}") from error
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error).rstrip('.')}. Check its files "
+            "and model_init_kwargs."
+        ) from error
     if reads_images(config):
         freeze_tower(model)
         if not frozen:
@@ -370,7 +373,7 @@ def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"peft_config, a {type(peft_config).__name__}, does not fit {type(base).__name__} ({_first_line(error)}). "
-            "Name layers of this model in target_modules, or 'all-linear'."
+            "Correct peft_config: its target_modules are layers of this model, or 'all-linear'."
         ) from error
 
 

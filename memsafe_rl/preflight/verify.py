@@ -289,7 +289,7 @@ class _Comparison:
         chosen = replace(chosen, gradient_difference=plain.gradient_difference)
         plain = replace(plain, gradient_difference=None)
         failing = self._failing_arm(chosen, counting)
-        self._notes.append("Advantages are made up, none of them zero; reward functions were not called.")
+        self._notes.append("Advantages are synthetic, none of them zero; reward functions were not called.")
         if not setup.config.disable_dropout:
             self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
         if setup.draw_rollout is not None:

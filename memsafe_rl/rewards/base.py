@@ -264,7 +264,7 @@ class RewardRunner:
         if odd and name not in self._gave_nan:
             self._gave_nan.add(name)
             told = "Reward function %r returned NaN for %d of %d completions, the first at row(s) %s. "
-            remedy = "NaN counts as no reward: return a number, or None to leave a row out. This is said once."
+            remedy = "NaN counts as no reward: return a number, or None to leave a row out. This warning appears once."
             logger.warning(told + remedy, name, len(odd), rows, ", ".join(map(str, odd[:_ROWS_NAMED])))
         return found
 
@@ -275,7 +275,7 @@ class RewardRunner:
         self._warned = True
         facts = len(unscored), len(prompts), unscored[0], prompts[unscored[0]]
         told = "%d of %d completions got no reward from any function, the first at row %d with prompt %.200r. "
-        logger.warning(told + "They count for nothing. This is said once.", *facts)
+        logger.warning(told + "They are excluded from the loss. This warning appears once.", *facts)
 
 
 def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa: ARG001

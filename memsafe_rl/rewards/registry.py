@@ -33,8 +33,8 @@ def resolve_reward(name: str, settings: Mapping[str, Any] | None = None) -> Call
         return found
     try:
         made = found(**(settings or {}))
-    except TypeError as error:
-        raise ConfigError(f"Reward {name!r} cannot be made from {dict(settings or {})}: {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Reward {name!r} cannot be made from {dict(settings or {})}: {error}. Mend them.") from error
     if not callable(made):
         raise ConfigError(
             f"Reward {name!r} was called with {dict(settings or {})} and gave {made!r:.100}. Give settings only to a "
@@ -55,10 +55,11 @@ def _imported(path: str) -> Callable[..., Any]:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # of any kind: importing runs the user's module
         raise ConfigError(
-            f"Reward {path!r} cannot be imported: {error}. Check the path and that its folder is on PYTHONPATH."
+            f"Reward {path!r} cannot be imported ({type(error).__name__}: {error}). Check that file and name are right "
+            "and that the folder is on PYTHONPATH."
         ) from error
     if not callable(found):
-        raise ConfigError(f"Reward {path!r} is {found!r:.100}, which is not a function.")
+        raise ConfigError(f"Reward {path!r} is {found!r:.100}, which is not a function. Name a function of the module.")
     return found  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
     """Loads a sequence classifier with one output."""
     arguments = {"trust_remote_code": trust_remote_code, **model_init_kwargs}
     try:
-        model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, **loading_places_for(name, **arguments)
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, output_loading_info=True, **loading_places_for(name, **arguments)
         )
     except (OSError, ValueError, TypeError, ImportError) as error:
         ready = difflib.get_close_matches(name, [*REWARD_FUNCTIONS, *REWARD_FACTORIES], n=1)
@@ -32,7 +32,12 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
             f"reward model {name!r} cannot be loaded ({_first_line(error)}).{hint} Give a folder with a sequence "
             "classifier, the name of one on a hub that can be reached, or a reward function."
         ) from error
-    return model
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(
+            f"reward model {name!r} has no trained head ({missing[0]} is missing): its rewards would be random. Give a "
+            "folder with a sequence classifier."
+        )
+    return cast(nn.Module, model)
 
 
 def reward_model_name(model: nn.Module) -> str:

@@ -362,7 +362,7 @@ class TrainingLoop:
                 raise ConfigError(
                     f"{told}. Raise max_steps or num_train_epochs, or start without resume_from_checkpoint."
                 )
-            logger.warning("%s; the run ends as it would have then", told)
+            logger.warning("%s; the run ends here", told)
         self._before_training(self)
         empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
         self.files.prepare(setup, self.checkpoints, max_steps)

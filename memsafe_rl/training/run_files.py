@@ -219,14 +219,14 @@ class RunFiles:
                 f"the weights of step {self.saved_step} are saved in {saved}, without what a resume needs "
                 "(save_only_model=True); a new run can begin with that folder as its model"
             )
-        return f"step {self.saved_step} is saved in {saved}; resume with: {_resume_command(config)}"
+        return f"step {self.saved_step} is saved in {saved}; resume with: {resume_command(config)}"
 
     def what_follows(self) -> dict[str, str]:
         """Gives commands for a run that has ended, by what they are for."""
         config = self._config
         commands = {"report": shlex.join(["memsafe-rl", "report", config.output_dir])}
         if checkpoint_folder(Path(config.output_dir), self.saved_step).is_dir() and not config.save_only_model:
-            commands["train longer"] = f"raise max_steps or num_train_epochs, then {_resume_command(config)}"
+            commands["train longer"] = f"raise max_steps or num_train_epochs, then {resume_command(config)}"
         return commands
 
     def release(self) -> None:
@@ -240,13 +240,13 @@ class RunFiles:
                 self.folder.release()
 
 
-def _resume_command(config: TrainerConfig) -> str:
+def resume_command(config: TrainerConfig) -> str:
     """Gives what resumes the run from its latest checkpoint: the command it was started with, or a call."""
-    command = shlex.join(sys.argv)
-    if Path(sys.argv[0]).name == "memsafe-rl":
+    command = shlex.join([name := Path(sys.argv[0]).name, *sys.argv[1:]])
+    if name == "memsafe-rl":
         return command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
     if config.resume_from_checkpoint in ("auto", "true"):
-        return f"{Path(sys.executable).name} {command}"
+        return shlex.join([Path(sys.executable).name, *sys.argv])
     return "trainer.train(resume_from_checkpoint=True)"
 
 

@@ -91,7 +91,7 @@ def test_off_a_terminal_every_log_is_one_line_and_so_is_an_evaluation(tmp_path: 
 
 
 def test_a_line_shows_the_highest_peak_and_nan_and_other_ranks_are_silent() -> None:
-    logs = {"loss": 0.5, "reward": None, "reward_std": None, "memory/peak_bytes": 2.0**20}
+    logs = {"loss": 0.5, "entropy": None, "reward": None, "reward_std": None, "memory/peak_bytes": 2.0**20}
     for is_main in (True, False):
         console, state = screen(), TrainerState(max_steps=9, is_world_process_zero=is_main)
         bar = ProgressBar(console)
@@ -101,6 +101,7 @@ def test_a_line_shows_the_highest_peak_and_nan_and_other_ranks_are_silent() -> N
         bar.on_log(None, state, None, logs)
         bar.on_log(None, state, None, {"train_runtime": 1.0})
         said = text_of(console)
+        assert "entropy" not in said, "no token was trained"
         assert ("step 2/9  reward nan ± nan  loss 0.5000  peak 3.00 MiB  ETA" in said) is is_main
         assert len(said.splitlines()) == is_main
 

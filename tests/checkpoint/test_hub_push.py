@@ -159,7 +159,7 @@ def test_a_failed_upload_is_told_and_a_repository_that_cannot_be_opened_is_refus
     trainer = make_trainer(tmp_path / "run", **SAVES)
     hub.failure = OSError("no network")
     trainer.train()
-    assert caplog.text.count("an upload to me/run failed, and the run goes on: no network") == 2
+    assert caplog.text.count("an upload to me/run failed; training continues: no network") == 2
     with pytest.raises(ConfigError, match=r"hub_model_id is 'x/y', which cannot be opened \(OSError: no network\)"):
         make_trainer(tmp_path / "other", hub_model_id="x/y", **SAVES)
     with pytest.raises(ConfigError, match="hub_strategy is 'always'"):

@@ -461,6 +461,7 @@ def test_a_tiny_model_is_trained_and_gone_on_with(tiny_run: Path, tmp_path: Path
     result = invoke(tiny_run, "--num-iterations", "2")
     assert result.exit_code == 0, result.output
     assert "2 optimizer steps done; the model is in out" in result.stdout
+    assert "Loading weights" not in result.stderr, "no progress bars in a log"
     before = load_file(tmp_path / "model" / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
     assert any(not torch.equal(before[name], after[name]) for name in after)
@@ -474,6 +475,10 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
     result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "More Information Needed" not in card, "PEFT's form"
+    for fact in ("base_model: model\n", "library_name: peft\n", "| rewards | varied |", "| optimizer steps | 1 |"):
+        assert fact in card
     load, merge = result.stdout.splitlines()[-2:]
     assert merge == "merge: memsafe-rl export out out/merged"
     assert load == "load: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained('model'), 'out')"
@@ -501,6 +506,9 @@ def test_a_checkpoint_is_exported_in_another_type(tiny_run: Path, tmp_path: Path
     assert invoke(tiny_run, "--max-steps", "1").exit_code == 0
     found = RUNNER.invoke(app, ["export", "out/checkpoint-1", "half", "--dtype", "bfloat16"])
     assert (found.exit_code, found.stdout) == (0, "half\n"), found.stderr
+    card = Path("half/README.md").read_text()
+    assert "base_model: model\n" in card
+    assert "| model | model |" in card
     half = AutoModelForCausalLM.from_pretrained("half")
     trained = load_file(tmp_path / "out" / "model.safetensors")
     name, weight = next(iter(half.named_parameters()))

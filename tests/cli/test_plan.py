@@ -32,12 +32,13 @@ def plan(folder: Path, *words: str) -> tuple[int, str, str]:
 def test_a_config_alone_is_enough(folder: Path) -> None:
     code, told, _ = plan(folder, "--gpu", "1GiB", "--max-completion-length", "64", "--prompt-tokens", "32")
     assert code == 0
-    for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "band: safe", "biggest lever left: "):
+    for line in ("fits: a peak of", "plan: rollouts of 8 rows in flight", "headroom: safe", "biggest lever left: "):
         assert line in told
     assert (
         "longest completion that fits: 568 tokens, all that the model takes (--max-completion-length 568; esti" in told
     )
     assert "(--num-generations 1024; estimated)" in told
+    assert "921.60 MiB); MiB" in told, "the unit of the table"
     assert "assumed: the longest prompt has 32 tokens (as given)" in told
     for phase in ("load", "rollout", "update", "optimizer"):
         assert f"│{phase}" in told.replace("│ ", "│")
@@ -91,19 +92,36 @@ def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
         assert python not in told
 
 
-@pytest.mark.parametrize(
-    "words", [("plan", "--gpu=-3"), ("plan", "--gpu", "24", "--temperature=-3"), ("train", "--max-steps=many")]
-)
-def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path, words: tuple[str, ...]) -> None:
+def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path) -> None:
+    model = ("--model", str(folder), "--reward-funcs", "a:b")
+    mistakes = [
+        ("plan", *model, "--gpu=-3"),
+        ("plan", *model, "--gpu", "24", "--temperature=-3"),
+        ("plan", *model, "--load-in-4bit"),
+        ("plan", *model, "--ranks=0"),
+        ("train", *model, "--max-steps=many"),
+        ("train", *model, "--trainer", "sft"),
+        ("train", *model, "--memory-budget", "24"),
+        ("train", *model, "--peft", "lora:big"),
+        ("train", *model, "--quantization", "4bit"),
+        ("train", *model, "--dataset", "nowhere.jsonl"),
+        ("train", *model, "--resume-from-checkpoint", "nowhere"),
+        ("verify", "nowhere.yaml"),
+        ("init", "--gpu", "0"),
+        ("export", "nowhere", "new"),
+        ("report", "nowhere"),
+        ("monitor", "--run", "nowhere"),
+        ("explain-oom", "nowhere.log"),
+        ("doctor", "--config", "nowhere.yaml"),
+    ]
     code = (
-        "import sys\nfrom memsafe_rl.cli import app\n"
-        f"try: app({[words[0], '--model', str(folder), *words[1:]]!r})\n"
-        "except SystemExit as end: assert end.code == 2 and 'torch' not in sys.modules, end.code"
+        f"import sys\nfrom memsafe_rl.cli import app\nfor words in {mistakes!r}:\n"
+        "    try: app(list(words))\n"
+        "    except SystemExit as end: assert end.code == 2 and 'torch' not in sys.modules, words"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["error:"] * len(mistakes), done.stderr
 
 
 def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:

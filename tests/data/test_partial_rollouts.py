@@ -304,7 +304,7 @@ def test_evaluations_draw_completions_to_their_end(tmp_path: Path) -> None:
     [
         ({"dynamic_sampling": True}, "with dynamic_sampling a rollout is replaced by its rewards"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction is False"),
-        ({"rollout_func": lambda *_: {}}, "only this library's own engine goes on with completions"),
+        ({"rollout_func": lambda *_: {}}, "only this library's own engine can continue completions"),
         ({"loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask' with loss_type 'vespo'"),
         ({"partial_rollout_tokens": 0}, "partial_rollout_tokens is 0; it must be at least 1"),
     ],

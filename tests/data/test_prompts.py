@@ -136,7 +136,7 @@ def test_repeated_and_long_prompts_are_counted(caplog: pytest.LogCaptureFixture)
     dataset = Dataset.from_dict({"prompt": ["1", "2", "1+2+3+4+5+6=", "1", "2"]})
     assert usable_prompts(dataset, reader(limit=4), overlong="truncate") == [0, 1, 2, 3, 4]
     assert caplog.messages == [
-        "train_dataset: 2 of 5 prompts repeat an earlier one, the first of them at row 3; each counts as its own",
+        "train_dataset: 2 of 5 prompts repeat an earlier one, the first of them at row 3; duplicates are kept",
         "train_dataset: 1 of 5 prompts are longer than 4 tokens and are cut to their end, the first at row 2",
     ]
 

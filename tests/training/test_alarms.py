@@ -215,9 +215,8 @@ def test_equal_rewards_say_what_they_are() -> None:
     (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, "frac_reward_zero_std": 1.0, "reward": 0.0})
     assert event["kind"] == "equal_rewards"
     assert event["sentence"].startswith(
-        "In 100.0% of the groups all rewards are equal (alarm from 90.0%), the mean reward"
+        "In 100.0% of the groups all rewards are equal (alarm from 90.0%; mean reward 0), so the model learns nothing"
     )
-    assert "being 0:" in event["sentence"]
     assert "dynamic_sampling=True" in event["sentence"]
 
 
@@ -227,7 +226,7 @@ def test_a_reward_that_tells_nothing_in_the_first_rollout_is_named() -> None:
     (event,) = AlarmWatch(AlarmRules()).observe(1, {**HEALTHY, **of, **fine})
     assert event["kind"] == "equal_rewards"
     assert event["sentence"].startswith(
-        "Over all completions of the rollout, reward function a gave 0.25 and b gave no reward: it tells no completion"
+        "For every completion of the rollout, reward function a gave 0.25 and b gave no reward, so the model learns"
     )
     alone = {name: value for name, value in {**HEALTHY, **of}.items() if name != "frac_reward_zero_std"}
     assert AlarmWatch(AlarmRules()).observe(1, alone), "a group of one, too"
@@ -246,7 +245,7 @@ def test_a_reward_that_is_always_nan_is_named_by_rows_and_by_an_alarm(
     trainer.train()
     told = "\n".join(caplog.messages)
     assert "Reward function 'broken' returned NaN for 8 of 8 completions, the first at row(s) 0, 1, 2. NaN" in told
-    assert "step 1: Over all completions of the rollout, reward function broken gave no reward" in told
+    assert "step 1: For every completion of the rollout, reward function broken gave no reward" in told
     assert [event["kind"] for event in trainer.memory_events if event["event"] == "alarm"].count("equal_rewards") == 1
 
 

@@ -13,8 +13,10 @@ import torch
 from transformers import TrainerCallback
 
 from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import TrainingInterrupted
 from memsafe_rl.memory.runtime.interrupts import SIGNALS, StopRequest, uninterrupted
+from memsafe_rl.training.run_files import resume_command
 from tests.trainers.helpers import count_digits, make_trainer, weights
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 500, "max_steps": 4}
@@ -200,3 +202,14 @@ def test_a_handler_of_the_scripts_own_waits_for_a_commit_too(raised: type[BaseEx
         step()
     assert done == ["the commit"]
     assert signal.getsignal(signal.SIGTERM) is own
+
+
+def test_the_command_that_resumes_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the path of the environment it was started from."""
+    monkeypatch.setattr(sys, "argv", ["/home/me/.venv/bin/memsafe-rl", "train", "my run.yaml"])
+    settings = GRPOConfig(max_steps=1, use_cpu=True)
+    assert resume_command(settings) == "memsafe-rl train 'my run.yaml' --resume-from-checkpoint true"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--size", "3"])
+    assert resume_command(settings) == "trainer.train(resume_from_checkpoint=True)"
+    settings.resume_from_checkpoint = "auto"
+    assert resume_command(settings) == f"{Path(sys.executable).name} train.py --size 3"

@@ -747,8 +747,8 @@ def test_objectives_and_reward_functions_must_fit(tmp_path: Path) -> None:
         ({"a": {"rewards": ["digit"]}}, "reward function of objectives\\['a'\\] 'digit'. Did you mean 'digits'"),
         (
             {"a": {"rewards": ["digits"]}},
-            "no objective has the reward function 'few_digits', which would teach nothing.*leave it out: of "
-            "reward_funcs, or of the environment whose reward",
+            "no objective uses the reward function 'few_digits', so the model would not learn from it.*leave it out: "
+            "of reward_funcs, or of the environment whose reward",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -77,7 +77,7 @@ class TrainedSteps:
         found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
         if not found:
             raise ConfigError(
-                f"No step of {len(stds)} between {first} and {end} has noise, so that nothing could be learnt. Widen "
+                f"No step of {len(stds)} between {first} and {end} has noise, so there is nothing to learn from. Widen "
                 "the window of TrainedSteps, or use a scheduler with noise there (eta, noise_level)."
             )
         return found

@@ -281,7 +281,7 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
     if reason is not None and adapter.joins:
         adapter.joins = False
         logger.warning(
-            "%s attends in a way of its own, so rollouts keep a prompt once per completion, in waves. %s",
+            "%s has an attention of its own, so rollouts store a prompt once per completion, in waves. %s",
             type(adapter.lm).__name__,
             reason,
         )

@@ -69,7 +69,7 @@ def _no_config(model: str, role: str, error: Exception) -> ConfigError:
         )
     alike = difflib.get_close_matches(_short(model), map(_short, FAMILIES), n=3, cutoff=0.75)
     near = [known for known in FAMILIES if _short(known) in alike]
-    known = f"; near to it are {', '.join(near)}" if near else f": {', '.join(FAMILIES)}"
+    known = f"; near to it are {', '.join(near)}" if near else f", such as {', '.join(list(FAMILIES)[:3])}"
     return ConfigError(
         f"{role}={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
         f"of those known without it{known}. Write one of these, or save its config.json and give its folder."

@@ -309,7 +309,9 @@ def facts_of(setup: TrainingSetup) -> Mapping[str, str]:
     lora = getattr(setup.model, "peft_config", {})
     adapters = ", ".join(f"{type(one).__name__} r={getattr(one, 'r', '-')}" for one in lora.values())
     passes = "once" if config.num_iterations == 1 else f"{config.num_iterations} times"
+    name = getattr(getattr(setup.model, "config", None), "_name_or_path", "")
     return {
+        **({"model": name} if name else {}),
         "effective batch": f"{config.step_rows} completions per optimizer step",
         "group size": f"{config.num_generations} completions per prompt",
         "generations": f"{config.rollout_rows} per rollout, trained on {passes}",

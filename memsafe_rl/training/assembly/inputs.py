@@ -159,8 +159,8 @@ def check_together(
         refusal.when(drawn, "partial_rollout_tokens/rollout_func", value=partly)
         _check_later_weights(config, "partial_rollout_tokens", partly)
         logger.warning(
-            "partial_rollout_tokens is %d, completions longer than that go on in the next rollout: the order of the "
-            "data follows their lengths, and those that older weights have begun are corrected by importance weights.",
+            "partial_rollout_tokens is %d: completions longer than that continue in the next rollout, so the order of "
+            "the data depends on their lengths; importance weights correct for tokens that older weights sampled.",
             partly,
         )
 
