@@ -47,7 +47,8 @@ def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter,
             reasons.append(f"{path.route.value}: {reason}")
         if adapter.path != first:
             logger.warning(
-                "%s does more than its output head to compute logits; log-probs use %r (logit scale %g, soft-cap %s). %s",
+                "%s does more than its output head to compute logits; log-probs use %r (logit scale %g, soft-cap %s). "
+                "%s",
                 type(adapter.lm).__name__,
                 adapter.path.route.value,
                 adapter.path.logit_map.scale,
