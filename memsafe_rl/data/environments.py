@@ -158,7 +158,10 @@ class EnvironmentPool:
         )
 
     def close(self) -> None:
-        """Ends the threads in which environments were called."""
+        """Leaves the episodes under way, if any, and ends the threads in which environments were called."""
+        for pool in self._pools.values():
+            for environment in pool.made:
+                environment.close()
         self.caller.close()
 
     def _environment(self, example: dict[str, Any]) -> Environment:

@@ -171,6 +171,14 @@ class AgentEpisode(Environment):
                 request.refuse(_OVER)
         play.box.close(_OVER)
 
+    def close(self) -> None:
+        """Refuses what the agent still asks for, as after an error that ends the run."""
+        if self._play is not None:
+            self._play.box.close(_OVER)
+            self._harness.server.forget(self._play.url)
+        if self._request is not None and not self._request.answered.is_set():
+            self._request.refuse(_OVER)
+
     def reward(self) -> float | None:
         """Gives what the agent returned; None where it failed, or does not end."""
         play = self._play

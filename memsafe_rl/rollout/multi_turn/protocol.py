@@ -161,6 +161,10 @@ class Environment(ABC):
         """
         return None
 
+    def close(self) -> None:
+        """Hears that the run has left its episode, which may not be over; a later `reset` begins another."""
+        return
+
     @property
     def name(self) -> str:
         """Names the column of its rewards."""

@@ -21,6 +21,7 @@ from memsafe_rl import AgentClient, AgentHarness
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
 from memsafe_rl.rollout.multi_turn.endpoint import RefusedError, read_request
+from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from tests.trainers.helpers import weights
 from tests.trainers.test_episodes import trainer_of
@@ -257,6 +258,34 @@ def test_a_failing_agent_has_no_reward_and_one_that_asks_for_nothing_is_refused(
     assert "an agent failed" in caplog.text
     with pytest.raises(DataError, match="before it asked the model for anything"):
         trainer_of(tmp_path / "b", environment_factory=harness(lambda *_: 1.0)).train()
+
+
+def test_agents_are_let_go_where_an_error_ends_the_run(
+    harness: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[str] = []
+
+    def broken(*_: Any) -> Step:
+        raise RuntimeError("the engine broke")
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        with suppress(requests.RequestException):
+            while True:
+                try:
+                    chat(client, opening(example))
+                except requests.HTTPError as error:
+                    codes.append(error.response.json()["error"]["code"])
+                    raise
+        return 0.0
+
+    trainer = trainer_of(tmp_path, environment_factory=harness(agent), max_steps=1)
+    monkeypatch.setattr(AgentEpisode, "step", broken)
+    with pytest.raises(RuntimeError, match="the engine broke"):
+        trainer.train()
+    until = time.monotonic() + 10
+    while len(codes) < 8 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert codes == ["episode_over"] * 8
 
 
 def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_path: Path) -> None:
