@@ -130,8 +130,9 @@ def methods(node: ast.ClassDef, concrete: bool = False) -> dict[str, Function]:
 
 def _is_abstract(method: Function) -> bool:
     decorated = "abstractmethod" in map(last_name, method.decorator_list)
-    does_nothing = ("raise NotImplementedError", "...", "del ", "return None")  # the last two: hooks
-    return decorated or ast.unparse(method.body[-1]).startswith(does_nothing)
+    last = ast.unparse(method.body[-1])
+    does_nothing = last in ("...", "return", "return None") or last.startswith("del ")  # a hook
+    return decorated or does_nothing or last.startswith("raise NotImplementedError")
 
 
 def overrides(nodes: tuple[Any, ...], _: Path) -> Places:
