@@ -46,7 +46,7 @@ class ChatRequest:
     action: Action | None = None  # the turn that was drawn
     cut: bool = False  # whether it was cut at its longest length
     refused: RefusedError | None = None  # why there is none
-    delivered: bool = False  # whether an answer has reached the agent
+    answers: int = 0  # that have reached the agent, or are on their way
 
     def answer(self, action: Action, *, cut: bool = False) -> None:
         """Gives the turn to whoever waits."""
@@ -88,7 +88,7 @@ class Mailbox:
             if key and key in self._keyed:
                 return self._keyed[key]
             for earlier in (*self._waiting, self._last):
-                if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.delivered):
+                if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.answers):
                     return earlier
             if key:
                 self._keyed[key] = request
@@ -219,11 +219,13 @@ class _Handler(BaseHTTPRequestHandler):
             status, answer = HTTPStatus.OK, completion(request, str(body.get("model", "")), bool(body.get("logprobs")))
         except RefusedError as error:
             status, answer = error.status, error.body
+        # Counted before it is sent: whoever has an answer may ask for another turn behind the same conversation.
+        delivery = request or ChatRequest((), ())
+        delivery.answers += 1
         try:
             self._write(status, answer, stream=bool(body.get("stream")) and status is HTTPStatus.OK)
-            if request is not None:
-                request.delivered = True
         except OSError:  # the agent has hung up; it may ask again
+            delivery.answers -= 1
             self.close_connection = True
 
     def log_message(self, *_: Any) -> None:

@@ -219,6 +219,23 @@ def test_an_agent_that_rewrites_its_conversation_trains_on_every_turn(harness: A
     assert trainer.history[-1]["episodes/sequences"] == trainer.history[-1]["episodes/mean_turns"]
 
 
+def test_an_agent_may_draw_twice_behind_one_conversation(harness: Any, tmp_path: Path) -> None:
+    pairs: list[Any] = []
+
+    def best_of_two(example: Mapping[str, Any], client: AgentClient) -> float:
+        drawn = [chat(client, opening(example))["choices"][0] for _ in range(2)]
+        pairs.append([one["token_ids"] for one in drawn])
+        return max(paid([one["message"]["content"]]) for one in drawn)
+
+    trainer = trainer_of(
+        tmp_path, environment_factory=harness(best_of_two), max_turn_length=40, max_completion_length=80, max_steps=1
+    )
+    trainer.train()
+    assert len(pairs) >= 4
+    assert all(first != second for first, second in pairs)
+    assert trainer.history[-1]["episodes/sequences"] > 1.5
+
+
 def test_a_cut_turn_is_told_as_cut_and_the_agent_is_told_when_the_episode_is_over(harness: Any, tmp_path: Path) -> None:
     reasons, refusals = list[str](), list[Any]()
 
