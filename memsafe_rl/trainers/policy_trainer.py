@@ -21,7 +21,6 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
 from memsafe_rl.callbacks.status_file import RunRecord, StatusFile
 from memsafe_rl.callbacks.trackers import Trackers, check_installed
-from memsafe_rl.checkpoint.export import fill_card
 from memsafe_rl.checkpoint.hub_push import HubPush
 from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
@@ -215,8 +214,6 @@ class PolicyTrainer:
             self._loop.checkpoints.write_weights(folder)
         else:
             self._loop.save_model(folder)
-            if self.is_world_process_zero():
-                fill_card(folder, Path(self.args.output_dir))
             if self.args.push_to_hub:
                 self.push_to_hub("Model save")
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import psutil
 from transformers import TrainerState
 
+from memsafe_rl.checkpoint.export import fill_card
 from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
@@ -183,6 +184,7 @@ class RunFiles:
             raise refusal("save_model/checkpoint", folder=str(folder))
         save_weights(place, write, self.folder, replace=place in self._models, overwrite=overwrite)
         self._models.add(place)
+        fill_card(place, Path(config.output_dir))
 
     def check_ours(self, what: Path) -> None:
         """Refuses to write what does not belong into the folder of the run that took this one's place."""
