@@ -191,7 +191,7 @@ class MemoryTracker:
 
     def adopt(self, plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         """Checks a plan, remembers it and records its event."""
-        check_plan(plan, kind)
+        check_plan(plan, RolloutPlan if kind is RolloutPlan else UpdatePlan)
         self._plans[type(plan)] = plan
         self._planned_at[type(plan)] = self.meter.live_bytes() - self._to_be_parked(plan)
         self.record("plan", kind="rollout" if kind is RolloutPlan else "update", **plain_plan(plan))
