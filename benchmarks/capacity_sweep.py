@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,17 +241,21 @@ def show(title: str, result: dict[str, Any], console: Console) -> None:
             break
 
 
-def main() -> None:
-    """Runs the sweeps, prints them and keeps the figures."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the sweeps, prints them and keeps the figures.
+
+    Args:
+        arguments: command line, None for the process's own.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each run")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/capacity_sweep.json"))
-    arguments = parser.parse_args()
+    options = parser.parse_args(arguments)
     console = Console()
-    results = {name: sweep(lora=name == "lora", steps=arguments.steps) for name in ("full", "lora")}
+    results = {name: sweep(lora=name == "lora", steps=options.steps) for name in ("full", "lora")}
     for name, result in results.items():
         show({"full": "All weights", "lora": "LoRA"}[name], result, console)
-    arguments.out.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
+    options.out.write_text(json.dumps({"machine": describe_machine(), **results}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
