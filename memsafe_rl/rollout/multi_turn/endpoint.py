@@ -16,8 +16,9 @@ from ipaddress import ip_address
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.multi_turn.chat import as_template
+from memsafe_rl.rollout.multi_turn.chat import as_template, check_depth, encodable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message
+from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,9 @@ _LARGEST_BODY = 16 * 2**20
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens")
 """What a request may ask of the sampler; the run's own settings are used, or the samples were not the model's."""
+
+_LEFT_OUT = ("refusal", "thinking", "reasoning")
+"""Parts of a content that the model does not see again."""
 
 
 class RefusedError(Exception):
@@ -233,9 +237,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read(self) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _LARGEST_BODY:
+        if not length.isdecimal() or len(length) > 20 or int(length) > _LARGEST_BODY:
             self.close_connection = True
-            what = f"of {length} bytes" if length else "without Content-Length"
+            what = f"of {length:.20} bytes" if length else "without Content-Length"
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", f"a body {what} is not read; {_LARGEST_BODY} are."
             )
@@ -256,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _parsed(raw: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
     if not isinstance(body, Mapping):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", "the body is no JSON object.")
@@ -282,7 +286,37 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "a message has no role.")
     if count not in (None, 1):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
-    return ChatRequest(as_template(messages), tuple(body.get("tools") or ()))
+    return ChatRequest(_conversation(messages), _tools(body.get("tools") or []))
+
+
+def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
+    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+    if unread := [part for part in parts if not _is_read(part)]:
+        reason = f"the model reads text; a content has a part that is none: {unread[0]!r:.100}"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_content", reason)
+    try:
+        found = as_template(messages)
+        for one in found:
+            check_depth(one)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = f"messages cannot be read: {error!r:.200}"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", reason) from error
+    return found
+
+
+def _is_read(part: Any) -> bool:
+    """Whether a part of a content is text, or what may be left out."""
+    return isinstance(part, dict) and ("text" in part or part.get("type") in _LEFT_OUT)
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", "tools is no list of tools.")
+    try:
+        check_depth(tools)
+        return tuple(tool_schemas(encodable(tools)))
+    except ValueError as error:  # ConfigError is one
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", str(error)) from error
 
 
 def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:

@@ -29,6 +29,10 @@ from tests.trainers.test_episodes import trainer_of
 TURNS = 3
 
 
+NESTED = b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]}'
+TOOLS = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "parameters": %s}]}'
+
+
 def paid(said: list[str]) -> float:
     text = "".join(said)
     return sum(character.isdigit() for character in text) / 4 + len(text) / 50
@@ -332,6 +336,17 @@ def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_p
         ("", None, b'{"messages": []}', 400),
         ("", None, b'{"messages": [{"content": "no role"}]}', 400),
         ("", None, b'{"messages": [{"role": "user", "content": "x"}], "n": 3}', 400),
+        ("", None, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        ("", None, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}', 400),
+        ("", None, b'{"messages": [{"role": "assistant", "tool_calls": ["add"]}]}', 400),
+        ("", None, b'{"messages": [{"role": "tool", "content": "x", "tool_call_id": ["c"]}]}', 400),
+        ("", None, NESTED % (b"[" * 300 + b"]" * 300), 400),
+        ("", None, NESTED % (b'"' + b"[" * 900 + b"]" * 900 + b'"'), 400),
+        ("", None, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": 5}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 5}]}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": {"name": "add"}}', 400),
+        ("", None, TOOLS % (b"[" * 300 + b"]" * 300), 400),
     ],
 )
 def test_bad_requests_are_refused_as_openai_does(path: str, key: str | None, body: bytes, status: int) -> None:
