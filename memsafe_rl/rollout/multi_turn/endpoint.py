@@ -104,10 +104,10 @@ class Mailbox:
             return request
 
     def take(self, over: threading.Event, seconds: float) -> ChatRequest | None:
-        """Waits for the next request; None once the agent is done, or has asked for nothing for so long."""
+        """Waits for the next request; None once the agent or the box is done, or nothing comes for so long."""
         last = time.monotonic() + seconds
         with self._changed:
-            while not self._waiting and not over.is_set() and (left := last - time.monotonic()) > 0:
+            while not (self._waiting or self._closed or over.is_set()) and (left := last - time.monotonic()) > 0:
                 self._changed.wait(min(left, 0.5))
             if not self._waiting:
                 return None
@@ -119,13 +119,20 @@ class Mailbox:
         with self._changed:
             self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses what comes."""
+        return bool(self._closed)
+
     def close(self, reason: str) -> None:
-        """Refuses what waits, and all that comes."""
+        """Refuses what waits, and all that comes; whoever waits for requests goes on."""
         with self._changed:
             self._closed = reason
-            for request in self._waiting:
-                request.refuse(reason)
+            for request in (*self._waiting, self._last):
+                if request is not None and not request.answered.is_set():
+                    request.refuse(reason)
             self._waiting.clear()
+            self._changed.notify_all()
 
 
 class ChatServer:
@@ -166,7 +173,9 @@ class ChatServer:
         self._boxes.pop(url.split("/")[-2], None)
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server; whoever waits for a turn is refused."""
+        for box in list(self._boxes.values()):
+            box.close("the endpoint is closed.")
         self._http.shutdown()
         self._http.server_close()
 

@@ -22,7 +22,10 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
 from memsafe_rl.rollout.multi_turn.endpoint import RefusedError, read_request
 from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
+from memsafe_rl.rollout.multi_turn.lockstep import Beginning, play
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from memsafe_rl.types import SequenceKey
+from tests.rollout.multi_turn.helpers import beginning, chat_tokenizer, says, table
 from tests.trainers.helpers import weights
 from tests.trainers.test_episodes import trainer_of
 
@@ -323,6 +326,88 @@ def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_p
         with suppress(DataError, ConfigError):  # there is no reward at all
             trainer.train()
     wake.set()
+
+
+def test_an_agent_that_fails_before_its_first_request_has_no_reward(harness: Any, caplog: Any) -> None:
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        if example["number"] == 0:
+            raise OSError("no sandbox")
+        chat(client, opening(example))
+        return 1.0
+
+    place = harness(agent)
+    tokenizer = chat_tokenizer()
+    asked = [{"role": "user", "content": "q"}]
+    starts = [
+        Beginning(SequenceKey(0, 0, number, 0), {"prompt": asked, "number": number}, asked, place())
+        for number in range(2)
+    ]
+    episodes = play(starts, table(tokenizer, says(tokenizer, {})))
+    assert [one.turns for one in episodes] == [0, 1]
+    assert [one.environment.reward() for one in episodes] == [None, 1.0]
+    assert not episodes[0].segments[0].mask.any()
+    assert "no sandbox" in caplog.text
+
+
+def test_what_an_agent_writes_into_its_row_stays_its_own(harness: Any) -> None:
+    sizes: list[int] = []
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        sizes.append(len(example["prompt"]))
+        example["prompt"].append({"role": "user", "content": "go"})
+        chat(client, example["prompt"])
+        return 1.0
+
+    place, row, tokenizer = harness(agent), {"prompt": [{"role": "user", "content": "q"}]}, chat_tokenizer()
+    starts = [Beginning(SequenceKey(0, 0, 0, sample), row, row["prompt"], place()) for sample in range(3)]
+    play(starts, table(tokenizer, says(tokenizer, {})))
+    assert sizes == [1, 1, 1]
+    assert len(row["prompt"]) == 1
+
+
+def test_tools_that_come_later_are_told_to_the_model(harness: Any) -> None:
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        answer = chat(client, messages := [{"role": "user", "content": "plan"}])["choices"][0]["message"]
+        later = [*messages, answer, {"role": "user", "content": "act"}]
+        prompts.append(chat(client, later, tools=[{"type": "function", "function": {"name": "dig"}}]))
+        return 1.0
+
+    prompts: list[Any] = []
+    tokenizer = chat_tokenizer()
+    (episode,) = play([beginning(harness(agent)())], table(tokenizer, says(tokenizer, {})))
+    assert tokenizer.decode(prompts[0]["prompt_token_ids"]) == (
+        "tools: dig<eos>\nuser: plan<eos>\nassistant: ok<eos>\nuser: act<eos>\nassistant: "
+    )
+    assert [int(one.mask.sum()) for one in episode.segments] == [3, 3]
+
+
+def test_nobody_waits_for_an_agent_whose_episode_is_left(harness: Any) -> None:
+    wake = threading.Event()
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        wake.wait(30)
+        return 1.0
+
+    place = harness(agent)()
+    waiting = threading.Thread(target=lambda: place.reset({}), daemon=True)  # as a rollout that Ctrl-C ends
+    waiting.start()
+    while place._play is None:
+        time.sleep(0.01)
+    place.close()
+    waiting.join(10)
+    wake.set()
+    assert not waiting.is_alive()
+
+
+def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
+    harness = AgentHarness(count_through)
+    _, box = harness.server.open()
+    taken, waiting = (box.put(read_request({"messages": [{"role": "user", "content": text}]})) for text in "ab")
+    assert box.take(threading.Event(), 1.0) is taken
+    harness.close()
+    for request in (taken, waiting):
+        assert request.answered.is_set()
+        assert request.refused is not None
 
 
 @pytest.mark.parametrize(
