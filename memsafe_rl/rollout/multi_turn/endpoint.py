@@ -26,6 +26,7 @@ _LARGEST_BODY = 16 * 2**20
 """Bytes of the largest request that is read."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens")
+_SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "response_format")
 """What a request may ask of the sampler; the run's own settings are used, or the samples were not the model's."""
 
 _LEFT_OUT = ("refusal", "thinking", "reasoning")
@@ -81,7 +82,7 @@ class Mailbox:
         """Gives the request to wait for: this one, or an earlier one that it repeats.
 
         An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
-        is still under way or never reached it, or where it says so.
+        is still under way or never reached it, or where it says so; where it gives keys, they alone tell.
 
         Args:
             request: as it came.
@@ -91,7 +92,7 @@ class Mailbox:
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]
-            for earlier in (*self._waiting, self._last):
+            for earlier in () if key else (*self._waiting, self._last):
                 if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.answers):
                     return earlier
             if key:

@@ -13,7 +13,7 @@ from typing import Any
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, ChatServer
-from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,9 @@ class AgentEpisode(Environment):
         if request is not None and not request.answered.is_set():
             last = messages[-1] if messages else {}
             if last.get("role") == "assistant" and last is not self._given:
-                request.answer(Action(str(last["content"]), message=last), cut=True)
+                written = [call["function"] for call in last.get("tool_calls") or ()]
+                calls = tuple(ToolCall(call["name"], call.get("arguments", {})) for call in written)
+                request.answer(Action(str(last["content"]), calls, message=last), cut=True)
             else:
                 request.refuse(_OVER)
         play.box.close(_OVER)

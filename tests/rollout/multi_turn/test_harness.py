@@ -20,12 +20,12 @@ import torch
 from memsafe_rl import AgentClient, AgentHarness
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
-from memsafe_rl.rollout.multi_turn.endpoint import RefusedError, read_request
+from memsafe_rl.rollout.multi_turn.endpoint import Mailbox, RefusedError, read_request
 from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
 from memsafe_rl.rollout.multi_turn.lockstep import Beginning, play
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.types import SequenceKey
-from tests.rollout.multi_turn.helpers import beginning, chat_tokenizer, says, table
+from tests.rollout.multi_turn.helpers import beginning, chat_tokenizer, says, script, table
 from tests.trainers.helpers import weights
 from tests.trainers.test_episodes import trainer_of
 
@@ -379,6 +379,30 @@ def test_tools_that_come_later_are_told_to_the_model(harness: Any) -> None:
         "tools: dig<eos>\nuser: plan<eos>\nassistant: ok<eos>\nuser: act<eos>\nassistant: "
     )
     assert [int(one.mask.sum()) for one in episode.segments] == [3, 3]
+
+
+def test_calls_that_are_not_answered_any_more_reach_the_agent(harness: Any) -> None:
+    choices: list[Any] = []
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        dig = {"type": "function", "function": {"name": "dig"}}
+        choices.append(chat(client, [{"role": "user", "content": "act"}], tools=[dig])["choices"][0])
+        return 1.0
+
+    tokenizer, start = chat_tokenizer(), beginning(harness(agent)())
+    said = script(start.key, '<tool_call>{"name": "dig", "arguments": {"deep": 2}}</tool_call>')
+    play([start], table(tokenizer, says(tokenizer, said), tool_rounds=0))
+    assert start.environment.reward() == 1.0
+    assert choices[0]["message"]["tool_calls"][0]["function"] == {"name": "dig", "arguments": '{"deep": 2}'}
+
+
+def test_requests_with_keys_of_their_own_are_not_each_others_repetition() -> None:
+    box = Mailbox()
+    plain, other, first, second = (read_request({"messages": [{"role": "user", "content": "x"}]}) for _ in range(4))
+    assert box.put(first, key="1") is first
+    assert box.put(second, key="2") is second
+    assert box.put(other, key="2") is second
+    assert box.put(plain) is first
 
 
 def test_nobody_waits_for_an_agent_whose_episode_is_left(harness: Any) -> None:
