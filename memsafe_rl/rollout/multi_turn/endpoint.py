@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 _LARGEST_BODY = 16 * 2**20
 """Bytes of the largest request that is read."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens")
-_SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "response_format")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
+)
 """What a request may ask of the sampler; the run's own settings are used, or the samples were not the model's."""
 
 _LEFT_OUT = ("refusal", "thinking", "reasoning")

@@ -396,6 +396,14 @@ def test_calls_that_are_not_answered_any_more_reach_the_agent(harness: Any) -> N
     assert choices[0]["message"]["tool_calls"][0]["function"] == {"name": "dig", "arguments": '{"deep": 2}'}
 
 
+def test_what_is_asked_of_the_sampler_and_not_used_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    harness = AgentHarness(count_through)
+    for _ in range(2):
+        harness.server.note_sampling({"response_format": {"type": "json_object"}, "top_p": 0.5, "seed": None})
+    harness.close()
+    assert caplog.text.count("an agent sets top_p, response_format:") == 1
+
+
 def test_requests_with_keys_of_their_own_are_not_each_others_repetition() -> None:
     box = Mailbox()
     plain, other, first, second = (read_request({"messages": [{"role": "user", "content": "x"}]}) for _ in range(4))
