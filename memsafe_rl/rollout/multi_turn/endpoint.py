@@ -148,7 +148,7 @@ class ChatServer:
         remote: whether other machines may reach it.
 
     Raises:
-        ConfigError: the address is not this machine's own, and `remote` is not set.
+        ConfigError: the address is not this machine's own, and `remote` is not set; or it cannot be listened at.
     """
 
     def __init__(self, host: str, port: int, token: str | None, *, remote: bool) -> None:
@@ -159,7 +159,13 @@ class ChatServer:
             )
         self.token = token or secrets.token_urlsafe(24)
         self._boxes: dict[str, Mailbox] = {}
-        self._http = _HTTPServer((host, port), _Handler)
+        try:
+            self._http = _HTTPServer((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"the endpoint cannot listen at {host!r}, port {port}: {error}. Give this machine's IPv4 address and "
+                "a port that is free, or 0 for any."
+            ) from error
         self._http.owner = self
         self._told = False
         self.root = f"http://{host}:{self._http.server_address[1]}"

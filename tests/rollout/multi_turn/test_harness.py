@@ -482,6 +482,9 @@ def test_other_machines_are_kept_out_unless_told_and_bad_arguments_are_refused()
     for host in ("0.0.0.0", "10.1.2.3", "example.org"):
         with pytest.raises(ConfigError, match="remote=True"):
             AgentHarness(count_through, host=host)
+    for place in ({"host": "::1"}, {"port": 70_000}):
+        with pytest.raises(ConfigError, match="cannot listen at"):
+            AgentHarness(count_through, **place)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="agent is 3"):
         AgentHarness(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout_seconds is 0"):
