@@ -225,7 +225,7 @@ def _action(message: Any) -> Action:
     """Turns a parsed message into an action; raises ValueError where a call has no name or no arguments."""
     if not isinstance(message, Mapping):
         raise ValueError("no message")
-    _check_depth(message)
+    check_depth(message)
     message = encodable(message)
     calls, written = [], []
     for call in message.get("tool_calls") or ():
@@ -241,7 +241,7 @@ def _action(message: Any) -> Action:
     return Action(text, tuple(calls), {"role": "assistant", **kept, **own, "content": text})
 
 
-def _check_depth(message: Any) -> None:
+def check_depth(message: Any) -> None:
     """Raises ValueError where lists and objects lie deeper inside each other than a turn needs."""
     level = [message]
     for _ in range(_DEEPEST_TURN):

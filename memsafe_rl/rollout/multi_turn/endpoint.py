@@ -16,16 +16,23 @@ from ipaddress import ip_address
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.multi_turn.chat import as_template
+from memsafe_rl.rollout.multi_turn.chat import as_template, check_depth, encodable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message
+from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 
 logger = logging.getLogger(__name__)
 
 _LARGEST_BODY = 16 * 2**20
 """Bytes of the largest request that is read."""
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "response_format"),
+)
 """What a request may ask of the sampler; the run's own settings are used, or the samples were not the model's."""
+
+_LEFT_OUT = ("refusal", "thinking", "reasoning")
+"""Parts of a content that the model does not see again."""
 
 
 class RefusedError(Exception):
@@ -77,7 +84,7 @@ class Mailbox:
         """Gives the request to wait for: this one, or an earlier one that it repeats.
 
         An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
-        is still under way or never reached it, or where it says so.
+        is still under way or never reached it, or where it says so; where it gives keys, they alone tell.
 
         Args:
             request: as it came.
@@ -87,7 +94,7 @@ class Mailbox:
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]
-            for earlier in (*self._waiting, self._last):
+            for earlier in () if key else (*self._waiting, self._last):
                 if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.answers):
                     return earlier
             if key:
@@ -100,10 +107,10 @@ class Mailbox:
             return request
 
     def take(self, over: threading.Event, seconds: float) -> ChatRequest | None:
-        """Waits for the next request; None once the agent is done, or has asked for nothing for so long."""
+        """Waits for the next request; None once the agent or the box is done, or nothing comes for so long."""
         last = time.monotonic() + seconds
         with self._changed:
-            while not self._waiting and not over.is_set() and (left := last - time.monotonic()) > 0:
+            while not (self._waiting or self._closed or over.is_set()) and (left := last - time.monotonic()) > 0:
                 self._changed.wait(min(left, 0.5))
             if not self._waiting:
                 return None
@@ -115,13 +122,20 @@ class Mailbox:
         with self._changed:
             self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it refuses what comes."""
+        return bool(self._closed)
+
     def close(self, reason: str) -> None:
-        """Refuses what waits, and all that comes."""
+        """Refuses what waits, and all that comes; whoever waits for requests goes on."""
         with self._changed:
             self._closed = reason
-            for request in self._waiting:
-                request.refuse(reason)
+            for request in (*self._waiting, self._last):
+                if request is not None and not request.answered.is_set():
+                    request.refuse(reason)
             self._waiting.clear()
+            self._changed.notify_all()
 
 
 class ChatServer:
@@ -134,7 +148,7 @@ class ChatServer:
         remote: whether other machines may reach it.
 
     Raises:
-        ConfigError: the address is not this machine's own, and `remote` is not set.
+        ConfigError: the address is not this machine's own, and `remote` is not set; or it cannot be listened at.
     """
 
     def __init__(self, host: str, port: int, token: str | None, *, remote: bool) -> None:
@@ -145,7 +159,13 @@ class ChatServer:
             )
         self.token = token or secrets.token_urlsafe(24)
         self._boxes: dict[str, Mailbox] = {}
-        self._http = _HTTPServer((host, port), _Handler)
+        try:
+            self._http = _HTTPServer((host, port), _Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"the endpoint cannot listen at {host!r}, port {port}: {error}. Give this machine's IPv4 address and "
+                "a port that is free, or 0 for any."
+            ) from error
         self._http.owner = self
         self._told = False
         self.root = f"http://{host}:{self._http.server_address[1]}"
@@ -162,7 +182,9 @@ class ChatServer:
         self._boxes.pop(url.split("/")[-2], None)
 
     def close(self) -> None:
-        """Ends the server."""
+        """Ends the server; whoever waits for a turn is refused."""
+        for box in list(self._boxes.values()):
+            box.close("the endpoint is closed.")
         self._http.shutdown()
         self._http.server_close()
 
@@ -233,9 +255,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read(self) -> bytes:
         length = self.headers.get("Content-Length", "")
-        if not length.isdigit() or int(length) > _LARGEST_BODY:
+        if not length.isdecimal() or len(length) > 20 or int(length) > _LARGEST_BODY:
             self.close_connection = True
-            what = f"of {length} bytes" if length else "without Content-Length"
+            what = f"of {length:.20} bytes" if length else "without Content-Length"
             raise RefusedError(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", f"a body {what} is not read; {_LARGEST_BODY} are."
             )
@@ -256,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _parsed(raw: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
     if not isinstance(body, Mapping):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", "the body is no JSON object.")
@@ -282,7 +304,37 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "a message has no role.")
     if count not in (None, 1):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
-    return ChatRequest(as_template(messages), tuple(body.get("tools") or ()))
+    return ChatRequest(_conversation(messages), _tools(body.get("tools") or []))
+
+
+def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
+    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
+    if unread := [part for part in parts if not _is_read(part)]:
+        reason = f"the model reads text; a content has a part that is none: {unread[0]!r:.100}"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_content", reason)
+    try:
+        found = as_template(messages)
+        for one in found:
+            check_depth(one)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        reason = f"messages cannot be read: {error!r:.200}"
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", reason) from error
+    return found
+
+
+def _is_read(part: Any) -> bool:
+    """Whether a part of a content is text, or what may be left out."""
+    return isinstance(part, dict) and ("text" in part or part.get("type") in _LEFT_OUT)
+
+
+def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", "tools is no list of tools.")
+    try:
+        check_depth(tools)
+        return tuple(tool_schemas(encodable(tools)))
+    except ValueError as error:  # ConfigError is one
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", str(error)) from error
 
 
 def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import logging
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, ChatServer
-from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -103,16 +104,18 @@ class _Play:
         self.harness = harness
         self.url, self.box = harness.server.open()
         self.over = threading.Event()
+        self.failed = False
         self.reward: float | None = None
         client = AgentClient(self.url, harness.server.token)
-        threading.Thread(target=self._run, args=(dict(example), client), name="memsafe-rl-agent", daemon=True).start()
+        own = copy.deepcopy(dict(example))  # agents write into the prompt, which the row's other episodes have too
+        threading.Thread(target=self._run, args=(own, client), name="memsafe-rl-agent", daemon=True).start()
 
     def _run(self, example: Mapping[str, Any], client: AgentClient) -> None:
         try:
             given: Any = self.harness.agent(example, client)
             self.reward = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
         except BaseException as error:
-            self.harness.failed(error)
+            self._fail(error)
         finally:
             self.over.set()
             self.box.wake()
@@ -120,9 +123,13 @@ class _Play:
     def next(self) -> ChatRequest | None:
         """Waits for the agent's next request; None where there is none."""
         request = self.box.take(self.over, self.harness.timeout_seconds)
-        if request is None and not self.over.is_set():
-            self.harness.failed(TimeoutError(f"no request for {self.harness.timeout_seconds:g} seconds"))
+        if request is None and not self.over.is_set() and not self.box.closed:
+            self._fail(TimeoutError(f"no request for {self.harness.timeout_seconds:g} seconds"))
         return request
+
+    def _fail(self, error: BaseException) -> None:
+        self.failed = True
+        self.harness.failed(error)
 
 
 async def _awaited(given: Awaitable[Any]) -> Any:
@@ -144,11 +151,11 @@ class AgentEpisode(Environment):
         """Starts the agent, and waits for its first request."""
         self._play, self._given = _Play(self._harness, example), None
         seen = self._next()
-        if seen is None:
+        if seen is None and self._play.over.is_set() and not self._play.failed:
             raise DataError(
                 "an agent ended before it asked the model for anything. Have it call client.base_url at least once."
             )
-        return seen
+        return Rewritten(()) if seen is None else seen
 
     def step(self, action: Action) -> Step:
         """Gives the agent its turn, and waits for its next request or its end."""
@@ -166,7 +173,9 @@ class AgentEpisode(Environment):
         if request is not None and not request.answered.is_set():
             last = messages[-1] if messages else {}
             if last.get("role") == "assistant" and last is not self._given:
-                request.answer(Action(str(last["content"]), message=last), cut=True)
+                written = [call["function"] for call in last.get("tool_calls") or ()]
+                calls = tuple(ToolCall(call["name"], call.get("arguments", {})) for call in written)
+                request.answer(Action(str(last["content"]), calls, message=last), cut=True)
             else:
                 request.refuse(_OVER)
         play.box.close(_OVER)
@@ -176,8 +185,6 @@ class AgentEpisode(Environment):
         if self._play is not None:
             self._play.box.close(_OVER)
             self._harness.server.forget(self._play.url)
-        if self._request is not None and not self._request.answered.is_set():
-            self._request.refuse(_OVER)
 
     def reward(self) -> float | None:
         """Gives what the agent returned; None where it failed, or does not end."""

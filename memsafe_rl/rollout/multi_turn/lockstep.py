@@ -121,6 +121,9 @@ class EpisodeBatch:
             one.user = one.environment.user
             one.schemas = tool_schemas(one.environment.tools)
             one.messages = opened(prompt, seen)
+            if isinstance(seen, Rewritten) and not one.messages:
+                one.ending = Ending.DONE
+                continue
             refusal.when(one.user is not None and not isinstance(self._dialect, Chat), "episodes/plain_user")
             if isinstance(one.user, ModelUser):
                 one.instructions = one.user.instructions(one.example)
@@ -179,7 +182,7 @@ class EpisodeBatch:
         one.tool_calls += len(one.action.calls)
         one.tool_rounds += bool(one.action.calls)
         one.tool_failures += step.failures
-        seen, kept = observed(step.observation), len(one.messages)
+        seen, kept, told_tools = observed(step.observation), len(one.messages), one.schemas
         if isinstance(step.observation, Rewritten):
             one.schemas = tool_schemas(one.environment.tools)
             kept = shared_messages(one.messages, seen)
@@ -190,11 +193,14 @@ class EpisodeBatch:
             one.messages = [*one.messages[:kept], *seen]
             one.ending = Ending.DONE if step.done else Ending.TURNS
         else:
-            self._go_on(one, seen, kept)
+            self._go_on(one, seen, kept, anew=one.schemas != told_tools)
 
-    def _go_on(self, one: LiveEpisode, seen: Sequence[Message], kept: int) -> None:
-        """Puts what was seen behind the messages that are kept; where that leaves no room, the episode ends before."""
-        before, extends = (one.context, one.messages, one.opening), kept == len(one.messages)
+    def _go_on(self, one: LiveEpisode, seen: Sequence[Message], kept: int, *, anew: bool = False) -> None:
+        """Puts what was seen behind the messages that are kept; where that leaves no room, the episode ends before.
+
+        Other tools are told at the beginning of a conversation, so it is rendered anew.
+        """
+        before, extends = (one.context, one.messages, one.opening), kept == len(one.messages) and not anew
         told = self._dialect.following(one.messages[-1], one.drawn[-1], seen, one.schemas) if extends else None
         one.messages, one.opening = [*one.messages[:kept], *seen], min(one.opening, kept)
         if told is None:

@@ -114,7 +114,7 @@ class MCPTools:
             result = await asyncio.wait_for(self._client.call_tool(name, arguments), self._seconds)
         except TimeoutError:
             raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
-        text = self._bounded("\n".join(map(_text, result.content)))
+        text = self._bounded(_shown(result))
         if getattr(result, "is_error", False):
             raise MemsafeError(text)
         return text
@@ -179,8 +179,16 @@ def _tool(owner: MCPTools, tool: Any) -> Tool:
     return call
 
 
+def _shown(result: Any) -> str:
+    """A result as text; of one that is structured alone, its JSON."""
+    structured = getattr(result, "structured_content", None)
+    if structured is not None and not result.content:
+        return json.dumps(structured, ensure_ascii=False)
+    return "\n".join(map(_text, result.content))
+
+
 def _text(block: Any) -> str:
-    text = getattr(block, "text", None)
+    text = getattr(getattr(block, "resource", block), "text", None)  # an embedded resource holds its own
     return str(text) if text is not None else f"[{getattr(block, 'type', 'something')} that is no text]"
 
 

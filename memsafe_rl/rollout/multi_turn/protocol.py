@@ -20,6 +20,7 @@ class Rewritten:
 
     Args:
         messages: all that the model sees next, the prompt included. Where they extend what was said, its tokens stay.
+            None at a reset end the episode before it begins.
     """
 
     messages: Sequence[Message]

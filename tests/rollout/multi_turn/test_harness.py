@@ -20,13 +20,20 @@ import torch
 from memsafe_rl import AgentClient, AgentHarness
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
-from memsafe_rl.rollout.multi_turn.endpoint import RefusedError, read_request
+from memsafe_rl.rollout.multi_turn.endpoint import Mailbox, RefusedError, read_request
 from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
+from memsafe_rl.rollout.multi_turn.lockstep import Beginning, play
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from memsafe_rl.types import SequenceKey
+from tests.rollout.multi_turn.helpers import beginning, chat_tokenizer, says, script, table
 from tests.trainers.helpers import weights
 from tests.trainers.test_episodes import trainer_of
 
 TURNS = 3
+
+
+NESTED = b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]}'
+TOOLS = b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "parameters": %s}]}'
 
 
 def paid(said: list[str]) -> float:
@@ -321,6 +328,120 @@ def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_p
     wake.set()
 
 
+def test_an_agent_that_fails_before_its_first_request_has_no_reward(harness: Any, caplog: Any) -> None:
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        if example["number"] == 0:
+            raise OSError("no sandbox")
+        chat(client, opening(example))
+        return 1.0
+
+    place = harness(agent)
+    tokenizer = chat_tokenizer()
+    asked = [{"role": "user", "content": "q"}]
+    starts = [
+        Beginning(SequenceKey(0, 0, number, 0), {"prompt": asked, "number": number}, asked, place())
+        for number in range(2)
+    ]
+    episodes = play(starts, table(tokenizer, says(tokenizer, {})))
+    assert [one.turns for one in episodes] == [0, 1]
+    assert [one.environment.reward() for one in episodes] == [None, 1.0]
+    assert not episodes[0].segments[0].mask.any()
+    assert "no sandbox" in caplog.text
+
+
+def test_what_an_agent_writes_into_its_row_stays_its_own(harness: Any) -> None:
+    sizes: list[int] = []
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        sizes.append(len(example["prompt"]))
+        example["prompt"].append({"role": "user", "content": "go"})
+        chat(client, example["prompt"])
+        return 1.0
+
+    place, row, tokenizer = harness(agent), {"prompt": [{"role": "user", "content": "q"}]}, chat_tokenizer()
+    starts = [Beginning(SequenceKey(0, 0, 0, sample), row, row["prompt"], place()) for sample in range(3)]
+    play(starts, table(tokenizer, says(tokenizer, {})))
+    assert sizes == [1, 1, 1]
+    assert len(row["prompt"]) == 1
+
+
+def test_tools_that_come_later_are_told_to_the_model(harness: Any) -> None:
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        answer = chat(client, messages := [{"role": "user", "content": "plan"}])["choices"][0]["message"]
+        later = [*messages, answer, {"role": "user", "content": "act"}]
+        prompts.append(chat(client, later, tools=[{"type": "function", "function": {"name": "dig"}}]))
+        return 1.0
+
+    prompts: list[Any] = []
+    tokenizer = chat_tokenizer()
+    (episode,) = play([beginning(harness(agent)())], table(tokenizer, says(tokenizer, {})))
+    assert tokenizer.decode(prompts[0]["prompt_token_ids"]) == (
+        "tools: dig<eos>\nuser: plan<eos>\nassistant: ok<eos>\nuser: act<eos>\nassistant: "
+    )
+    assert [int(one.mask.sum()) for one in episode.segments] == [3, 3]
+
+
+def test_calls_that_are_not_answered_any_more_reach_the_agent(harness: Any) -> None:
+    choices: list[Any] = []
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        dig = {"type": "function", "function": {"name": "dig"}}
+        choices.append(chat(client, [{"role": "user", "content": "act"}], tools=[dig])["choices"][0])
+        return 1.0
+
+    tokenizer, start = chat_tokenizer(), beginning(harness(agent)())
+    said = script(start.key, '<tool_call>{"name": "dig", "arguments": {"deep": 2}}</tool_call>')
+    play([start], table(tokenizer, says(tokenizer, said), tool_rounds=0))
+    assert start.environment.reward() == 1.0
+    assert choices[0]["message"]["tool_calls"][0]["function"] == {"name": "dig", "arguments": '{"deep": 2}'}
+
+
+def test_what_is_asked_of_the_sampler_and_not_used_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    harness = AgentHarness(count_through)
+    for _ in range(2):
+        harness.server.note_sampling({"response_format": {"type": "json_object"}, "top_p": 0.5, "seed": None})
+    harness.close()
+    assert caplog.text.count("an agent sets top_p, response_format:") == 1
+
+
+def test_requests_with_keys_of_their_own_are_not_each_others_repetition() -> None:
+    box = Mailbox()
+    plain, other, first, second = (read_request({"messages": [{"role": "user", "content": "x"}]}) for _ in range(4))
+    assert box.put(first, key="1") is first
+    assert box.put(second, key="2") is second
+    assert box.put(other, key="2") is second
+    assert box.put(plain) is first
+
+
+def test_nobody_waits_for_an_agent_whose_episode_is_left(harness: Any) -> None:
+    wake = threading.Event()
+
+    def agent(example: Mapping[str, Any], client: AgentClient) -> float:
+        wake.wait(30)
+        return 1.0
+
+    place = harness(agent)()
+    waiting = threading.Thread(target=lambda: place.reset({}), daemon=True)  # as a rollout that Ctrl-C ends
+    waiting.start()
+    while place._play is None:
+        time.sleep(0.01)
+    place.close()
+    waiting.join(10)
+    wake.set()
+    assert not waiting.is_alive()
+
+
+def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
+    harness = AgentHarness(count_through)
+    _, box = harness.server.open()
+    taken, waiting = (box.put(read_request({"messages": [{"role": "user", "content": text}]})) for text in "ab")
+    assert box.take(threading.Event(), 1.0) is taken
+    harness.close()
+    for request in (taken, waiting):
+        assert request.answered.is_set()
+        assert request.refused is not None
+
+
 @pytest.mark.parametrize(
     ("path", "key", "body", "status"),
     [
@@ -332,6 +453,17 @@ def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_p
         ("", None, b'{"messages": []}', 400),
         ("", None, b'{"messages": [{"content": "no role"}]}', 400),
         ("", None, b'{"messages": [{"role": "user", "content": "x"}], "n": 3}', 400),
+        ("", None, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        ("", None, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}', 400),
+        ("", None, b'{"messages": [{"role": "assistant", "tool_calls": ["add"]}]}', 400),
+        ("", None, b'{"messages": [{"role": "tool", "content": "x", "tool_call_id": ["c"]}]}', 400),
+        ("", None, NESTED % (b"[" * 300 + b"]" * 300), 400),
+        ("", None, NESTED % (b'"' + b"[" * 900 + b"]" * 900 + b'"'), 400),
+        ("", None, b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": 5}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"name": 5}]}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tools": {"name": "add"}}', 400),
+        ("", None, TOOLS % (b"[" * 300 + b"]" * 300), 400),
     ],
 )
 def test_bad_requests_are_refused_as_openai_does(path: str, key: str | None, body: bytes, status: int) -> None:
@@ -350,6 +482,9 @@ def test_other_machines_are_kept_out_unless_told_and_bad_arguments_are_refused()
     for host in ("0.0.0.0", "10.1.2.3", "example.org"):
         with pytest.raises(ConfigError, match="remote=True"):
             AgentHarness(count_through, host=host)
+    for place in ({"host": "::1"}, {"port": 70_000}):
+        with pytest.raises(ConfigError, match="cannot listen at"):
+            AgentHarness(count_through, **place)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="agent is 3"):
         AgentHarness(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="timeout_seconds is 0"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import socket
 import subprocess
@@ -98,6 +99,29 @@ def test_what_fails_becomes_the_result_and_counts_as_a_failed_call(tools: MCPToo
 def test_a_command_sees_what_it_is_granted_and_no_secret(tools: MCPTools) -> None:
     step = called(tools, ("environment", {"name": "A_SECRET"}), ("environment", {"name": "GRANTED"}))
     assert [message["content"] for message in step.observation] == ["unset", "yes"]
+
+
+def giving(result: Any) -> Any:
+    return lambda: result
+
+
+def test_results_that_are_structured_or_embedded_are_shown() -> None:
+    kinds = importlib.import_module("mcp.types")
+    server = importlib.import_module("mcp.server.mcpserver").MCPServer("shapes")
+    inner = kinds.TextResourceContents(uri="a://b", text="inside")
+    image = kinds.ImageContent(type="image", data="aGk=", mime_type="image/png")
+    results = {
+        "structured": kinds.CallToolResult(content=[], structured_content={"city": "Köln"}),
+        "parts": kinds.CallToolResult(content=[kinds.EmbeddedResource(type="resource", resource=inner), image]),
+    }
+    for name, result in results.items():
+        server.add_tool(giving(result), name=name, description="?", structured_output=False)
+    with MCPTools(server) as tools:
+        step = called(tools, ("structured", {}), ("parts", {}))
+    assert [message["content"] for message in step.observation] == [
+        '{"city": "Köln"}',
+        "inside\n[image that is no text]",
+    ]
 
 
 def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
