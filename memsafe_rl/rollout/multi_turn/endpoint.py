@@ -80,7 +80,7 @@ class Mailbox:
         self._last: ChatRequest | None = None
         self._closed = ""
 
-    def put(self, request: ChatRequest, *, key: str = "", again: bool = False) -> ChatRequest:
+    def put(self, request: ChatRequest, *, key: str = "", again: bool | None = None) -> ChatRequest:
         """Gives the request to wait for: this one, or an earlier one that it repeats.
 
         An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
@@ -89,12 +89,12 @@ class Mailbox:
         Args:
             request: as it came.
             key: what the client calls it by, the same when it is sent again; empty for nothing.
-            again: whether the client says that it sends it again.
+            again: whether the client sends it again, as it says itself; None where it says nothing.
         """
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]
-            for earlier in () if key else (*self._waiting, self._last):
+            for earlier in () if key or again is False else (*self._waiting, self._last):
                 if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.answers):
                     return earlier
             if key:
@@ -229,10 +229,11 @@ class _Handler(BaseHTTPRequestHandler):
             raw = self._read()
             box = self.server.owner.box(self.path, self.headers.get("Authorization", ""))
             body = _parsed(raw)
+            tries = self.headers.get("x-stainless-retry-count")  # OpenAI's clients count them
             request = box.put(
                 read_request(body),
                 key=self.headers.get("Idempotency-Key", ""),
-                again=self.headers.get("x-stainless-retry-count", "0") != "0",  # what OpenAI's clients count
+                again=None if tries is None else tries != "0",
             )
             self.server.owner.note_sampling(body)
             request.answered.wait()

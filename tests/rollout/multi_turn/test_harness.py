@@ -243,6 +243,24 @@ def test_an_agent_may_draw_twice_behind_one_conversation(harness: Any, tmp_path:
     assert trainer.history[-1]["episodes/sequences"] > 1.5
 
 
+def test_openais_client_draws_several_turns_behind_one_conversation_at_once(harness: Any, tmp_path: Path) -> None:
+    drawn: list[set[tuple[int, ...]]] = []
+
+    async def best_of_three(example: Mapping[str, Any], client: AgentClient) -> float:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as api:
+            calls = [api.chat.completions.create(model="policy", messages=opening(example)) for _ in range(3)]
+            answers = await asyncio.gather(*calls)
+        drawn.append({tuple((answer.choices[0].model_extra or {})["token_ids"]) for answer in answers})
+        return float(len(drawn[-1]))
+
+    trainer = trainer_of(
+        tmp_path, environment_factory=harness(best_of_three), max_turn_length=60, max_completion_length=60, max_steps=1
+    )
+    trainer.train()
+    assert drawn
+    assert all(len(turns) == 3 for turns in drawn)
+
+
 def test_a_cut_turn_is_told_as_cut_and_the_agent_is_told_when_the_episode_is_over(harness: Any, tmp_path: Path) -> None:
     reasons, refusals = list[str](), list[Any]()
 
