@@ -97,6 +97,7 @@ def upset(scene: Scene, kind: str, seed: int, output_dir: Path) -> list[str]:
     Returns:
         What may not be.
     """
+    shutil.rmtree(output_dir, ignore_errors=True)
     with SimulatedMemory(exact=True) as device, _heard_interrupts():
         every = NEVER if kind in SELF_SAVING else 1
         watched = Watched(scene, device, output_dir, max_steps=4, save_strategy="steps", save_steps=every, **_AT_ONCE)
