@@ -115,7 +115,9 @@ def _upset(watched: Watched, storm: Storm, kind: str, output_dir: Path) -> list[
         trainer.train()
     shutil.rmtree(output_dir)
     calm, per_step = watched.weights(), (device.allocations - allocations) // trainer.state.max_steps
-    manner, live_bytes, rollouts = _manner(watched), max(watched.ends.live_bytes), len(watched.reward.calls)
+    # After a run frozen weights are back on the device, where a plan had sent them to the host.
+    live_bytes = max(*watched.ends.live_bytes, device.live_bytes)
+    manner, rollouts = _manner(watched), len(watched.reward.calls)
 
     watched.put_back()
     most = {"Ctrl+C": counted.operators, "a callback that raises": trainer.state.max_steps}.get(kind, rollouts)
