@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import memsafe_rl
+from benchmarks import what_fits
 from benchmarks.front_page import SETTINGS, with_table
 from memsafe_rl import GRPOConfig, MemoryPolicy, RolloutPlan, UpdatePlan
 from memsafe_rl.types import MemoryState, ModelGeometry, RolloutWork, UpdateWork
@@ -88,6 +90,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "reference" / "index.html").read_text()
     assert all(f'id="memsafe_rl.{name}"' in page for name in ("GRPOTrainer", "forecast_memory", "MemoryBudget"))
     assert "fonts.googleapis" not in page
+
+
+def test_the_page_of_what_fits_is_that_of_its_result_file() -> None:
+    assert what_fits.PAGE.read_text() == what_fits.page(json.loads(what_fits.RESULTS.read_text())["results"])
 
 
 def test_the_table_of_the_readme_is_that_of_the_result_files() -> None:
