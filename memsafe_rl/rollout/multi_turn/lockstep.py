@@ -158,7 +158,7 @@ class EpisodeBatch:
         drawn = _drawn(self._table.agent, contexts, limits, keys)
         for one, completion in zip(speaking, drawn, strict=True):
             one.take(completion)
-            action = self._dialect.read(one.context, completion.ids.tolist(), one.schemas)
+            action = self._dialect.read(one.context, one.drawn, one.schemas)
             one.action = replace(action, prompt_ids=one.context, ids=one.drawn, logprobs=completion.logprobs.tolist())
             one.messages.append(action.message)
             one.malformed += action.malformed
