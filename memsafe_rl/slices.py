@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from memsafe_rl.accounting import host_memory, worth_running
@@ -186,6 +186,19 @@ def _first_fit(pieces: Sequence[Piece], room: int) -> list[Piece]:
 def pieces_of(parts: Iterable[Piece | Walk]) -> list[Piece]:
     """Gives passes in the order in which they are run, each with the tokens that are held for it."""
     return [piece for part in parts for piece in (part.pieces if isinstance(part, Walk) else [part])]
+
+
+def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = False) -> dict[int, int]:
+    """Finds for passes that follow a trunk, by their numbers, the largest other pass that follows it too."""
+    firsts = list(accumulate((len(pieces_of([part])) for part in parts), initial=first))
+    found: dict[int, int] = {}
+    for number, part in zip(firsts, parts, strict=False):
+        if isinstance(part, Walk):
+            found |= companions(part.parts, number, walked=True)
+        elif walked and firsts[-1] - first > 1:
+            sizes = {first + place: piece.tokens for place, piece in enumerate(pieces_of(parts))}
+            found[number] = max(sizes.keys() - {number}, key=sizes.__getitem__)
+    return found
 
 
 def _total(part: Piece | Walk) -> int:

@@ -1,4 +1,4 @@
-"""Turns that episodes share are run once: trees of rows, laid out whole or walked depth first, learn what rows learn."""
+"""Turns that episodes share are run once; trees of rows, whole or walked depth first, learn what rows learn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.prefix_tree import sort_by_tokens
-from memsafe_rl.slices import cut_trees, measure_slices, packed_tokens, pieces_of, token_work
+from memsafe_rl.slices import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan
 from tests.models.language.test_packing import InDouble, adapter_of, distance, model_of
@@ -42,7 +42,7 @@ def stored(rows: Sequence[tuple[Tensor, Tensor]]) -> Trajectory:
 def episodes(
     seed: int, count: int = 3, turns: int = 4, *, rewrites: bool, least: int = 16, most: int = 28
 ) -> Trajectory:
-    """Rows of turns behind one prompt: a later turn sees earlier ones whole, or, rewritten, without their first part."""
+    """Rows of turns behind one prompt: a later turn sees earlier ones whole, or rewritten, without their first part."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def words() -> Tensor:
@@ -81,6 +81,7 @@ def plans(trajectory: Trajectory, adapter: CausalLMAdapter) -> list[int]:
     """Budgets: all at once, one path and a row beside it, and in between."""
     work = adapter.work(trajectory, range(len(trajectory)))
     longest, all_tokens = max(work.row_tokens), work.packed_tokens
+    assert any(isinstance(part, Walk) for part in cut_trees(work, longest))
     return [all_tokens, longest, longest + 40, (longest + all_tokens) // 2]
 
 
@@ -99,12 +100,8 @@ def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, mon
             plan = UpdatePlan(micro_batch_tokens=tokens, pack_prompts=True, logprob_tile=32)
             step, found = learn(adapter, trajectory, plan)
             assert distance(found, wanted) < 1e-12, tokens
-            assert (
-                distance(
-                    torch.cat([*step.logprobs.values()]), torch.cat([plain.logprobs[row] for row in step.logprobs])
-                )
-                < 1e-12
-            )
+            drawn = torch.cat([plain.logprobs[row] for row in step.logprobs])
+            assert distance(torch.cat([*step.logprobs.values()]), drawn) < 1e-12
             assert float(step.loss) == pytest.approx(float(plain.loss), rel=1e-11, abs=1e-12)
 
 
