@@ -17,7 +17,7 @@ _WORTHWHILE = 0.9
 """Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
 prompts are not worth the extra pieces of attention."""
 
-_LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 16
+_LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
 """Tokens, and share of a micro-batch's, from which on a stretch that micro-batches share is run by itself, before them:
 a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.memory.runtime.recovery import flush_autograd
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.prefix_tree import sort_by_tokens
+from memsafe_rl.preflight.worst_rows import tried_places
 from memsafe_rl.slices import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan
@@ -147,3 +151,64 @@ def test_random_trees_are_cut_into_passes_that_fit(seed: int) -> None:
             assert piece.tokens <= budget or len(piece.rows) == 1
         measured = measure_slices(work, budget, packed=True)
         assert work.packed_tokens <= measured.total <= sum(piece.tokens for piece in pieces)
+
+
+def test_a_walk_that_fails_leaves_nothing_behind() -> None:
+    trajectory, adapter = episodes(3, turns=6, rewrites=True, least=64, most=96), adapter_of(model_of("qwen3"))
+    longest = max(trajectory.row_lengths(range(len(trajectory))))
+    plan = UpdatePlan(micro_batch_tokens=longest, pack_prompts=True, checkpointing=True)
+    with SimulatedMemory(exact=False) as memory:
+        _, wanted = learn(adapter, trajectory, plan)
+    rng = random.Random(7)
+    for fail_at in sorted(rng.sample(range(memory.allocations), 25)):
+        with SimulatedMemory(fail_at=fail_at, exact=False) as failing:
+            with pytest.raises(torch.OutOfMemoryError):
+                learn(adapter, trajectory, plan)
+            flush_autograd()
+            adapter.model.zero_grad()
+            gc.collect()
+            assert failing.live_bytes < 1000, fail_at
+        _, found = learn(adapter, trajectory, plan)
+        assert torch.equal(found, wanted), fail_at
+
+
+def test_what_is_held_is_one_path_and_a_pass() -> None:
+    """A tree many times as large as its longest row is walked in what that row takes, and runs each token once."""
+    trajectory, adapter = episodes(11, turns=8, rewrites=True, least=100, most=100), adapter_of(model_of("qwen3"))
+    rows, work = range(len(trajectory)), adapter.work(trajectory, range(len(trajectory)))
+    longest = max(rows, key=work.row_tokens.__getitem__)
+    assert work.packed_tokens > 2.5 * work.row_tokens[longest]
+    plan = UpdatePlan(micro_batch_tokens=work.row_tokens[longest], pack_prompts=True, logprob_tile=64)
+
+    def peak(chosen: Sequence[int]) -> tuple[int, int]:
+        for weight in adapter.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        with SimulatedMemory() as memory:
+            step = accumulate_gradient(
+                adapter, trajectory, chosen, plan, terms_of(trajectory), autocast=nullcontext, scale=lambda loss: loss
+            )
+        return memory.peak_bytes, step.tokens
+
+    (alone, _), (walked, tokens) = peak([longest]), peak(rows)
+    assert tokens == work.packed_tokens
+    assert walked <= 1.1 * alone
+
+
+def test_a_dry_run_holds_what_the_walk_holds() -> None:
+    """Of a walk, a dry run runs the largest pass and one beside it, so that a trunk is held for both."""
+    trajectory, adapter = episodes(2, turns=8, rewrites=True, least=64, most=120), adapter_of(model_of("qwen3"))
+    rows, work = range(len(trajectory)), adapter.work(trajectory, range(len(trajectory)))
+    plan = UpdatePlan(micro_batch_tokens=max(work.row_tokens), pack_prompts=True, logprob_tile=64)
+    chosen = tried_places(work, plan, 2)
+    assert len(chosen) < len(rows)
+
+    def peak(places: Sequence[int]) -> int:
+        for weight in adapter.model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        with SimulatedMemory() as memory:
+            accumulate_gradient(
+                adapter, trajectory, places, plan, terms_of(trajectory), autocast=nullcontext, scale=lambda loss: loss
+            )
+        return memory.peak_bytes
+
+    assert peak(chosen) == pytest.approx(peak(rows), rel=0.01)

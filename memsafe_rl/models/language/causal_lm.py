@@ -47,6 +47,7 @@ from memsafe_rl.models.language.packing import (
     padded_layout,
 )
 from memsafe_rl.models.routing import Routers
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,15 @@ class CausalLMAdapter(LanguageAdapter):
     def read_together(
         self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
     ) -> Iterator[None]:
-        """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there."""
+        """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
+
+        Where every row has the bits that it would have alone, what follows reads it for itself.
+        """
+        with self.numerics():
+            apart = fixed_tiles_on()
+        if apart:
+            yield
+            return
         laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
         trunk = laid.layout.keeps
         assert trunk is not None, "a trunk is laid to be kept"
