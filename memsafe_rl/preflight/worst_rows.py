@@ -7,9 +7,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
-from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, slice_tokens, telling, widest
+from memsafe_rl.slices import (
+    Cursor,
+    cut_groups,
+    cut_work,
+    measure_slices,
+    packing_saves,
+    rows_of_step,
+    slice_tokens,
+    telling,
+    widest,
+)
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork
