@@ -31,7 +31,7 @@ from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.training import refusal
-from memsafe_rl.training.algorithms.objectives import judge, reward_metrics
+from memsafe_rl.training.algorithms.advantages import judge, reward_metrics
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
     Answers,

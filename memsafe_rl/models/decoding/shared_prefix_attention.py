@@ -128,7 +128,10 @@ class Reading:
     @property
     def positions(self) -> Tensor:
         """Gives the position of each token read, (B, N) int64 on the device."""
-        first_B1 = self.state.counts[2, :, None]
+        return self._from(self.state.counts[2, :, None])
+
+    def _from(self, first_B1: Tensor) -> Tensor:
+        """Gives the positions of the tokens that each row reads from a first one on."""
         return first_B1 if self.tokens == 1 else first_B1 + torch.arange(self.tokens, device=first_B1.device)
 
     def _slots_to_fill(self, layer: int) -> int | Tensor:
@@ -312,9 +315,9 @@ class Reading:
         state, block, ring = self.state, segment.block, self.state.slots_of(layer)
         used = self._used(segment, ring)
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
-        prompt_B1, length_B1, _ = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
+        prompt_B1, length_B1, first_B1 = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
         dropped_B1 = state.constant(tuple(dropped)) if any(dropped) else 0
-        now_BN = self.positions[segment.rows.start : segment.rows.stop]
+        now_BN = self._from(first_B1)
         place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
         places = [torch.where((place_BL >= 0) & (place_BL < prompt_B1), place_BL, -1)]
         if used:
