@@ -87,7 +87,8 @@ class HostWeights:
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        shared = _storages_of_several(blocks)
+        own = ({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)
+        shared = {storage for storage, holders in Counter(chain(*own)).items() if holders > 1}  # stay for the others
         divided = any(local_part(weight) is not weight for weight in weights_of(*blocks))  # FSDP2 brings those
         frozen = [[] if divided else list(_frozen_weights(block, shared)) for block in blocks]
         self._blocks = [_Streamed(block, own) for block, own in zip(blocks, frozen, strict=True)]
@@ -297,12 +298,6 @@ def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Ten
     empty = torch.empty_like(waiting, device=device)
     empty.untyped_storage().resize_(0)
     return empty
-
-
-def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:
-    """Finds storages that more than one block holds, which cannot come and go with one."""
-    held = Counter(chain(*({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)))
-    return {storage for storage, holders in held.items() if holders > 1}
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:

@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import call
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
-from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.types import Component
 
 T = TypeVar("T")
 Run = Callable[[Callable[[], Any]], Any]
+Repeat = Callable[..., Any]
+"""Runs a stage, `(stage, function, *values)`, until it fits; `Recovery.repeat` is one."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,6 @@ class OneProcess:
     def local_bytes(self, component: Component, size_bytes: int) -> int:
         """Divides the bytes by the ranks that share the component, rounded up."""
         return -(-size_bytes // self.parts.get(component, 1))
-
-
-class Repeat(Protocol):
-    """Runs a stage until it fits; `Recovery.repeat` is one."""
-
-    def __call__(self, stage: Stage, function: Callable[..., T], *values: Any) -> T:
-        """Runs the stage."""
 
 
 class WholeWeights:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -92,7 +92,8 @@ class CausalLMAdapter(LanguageAdapter):
             lm,
             pad_token_id=pad_token_id,
             routes=routes,
-            joins=_can_share_prompts(routes, accepted),
+            # whether the structure allows a shared-prefix cache; the check at start tells whether the model agrees
+            joins=Route.LEAN in routes and "position_ids" in accepted,
             reference_model=reference_model,
             inputs=self.inputs,
         )
@@ -210,11 +211,6 @@ class CausalLMAdapter(LanguageAdapter):
         ):
             output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
-
-
-def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:
-    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
-    return Route.LEAN in routes and "position_ids" in accepted
 
 
 def check_head(adapter: CausalLMAdapter) -> None:

@@ -179,11 +179,13 @@ class Committer:
     def park(self) -> None:
         """Moves the optimizer's state to host memory; may be repeated."""
         self._parking.park()
-        self.half.park()
+        for wide in self.half.wide:
+            wide.park()
 
     def unpark(self) -> None:
         """Moves optimizer state that `park` sent to the host back to its device; may be repeated."""
-        self.half.unpark()
+        for wide in self.half.wide:
+            wide.unpark()
         self._parking.unpark()
 
     def drop_gradients(self) -> None:
@@ -261,8 +263,8 @@ class Committer:
         if self.scaler is not None:
             self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
         self._moving = False
-        if not measured.overflowed:
-            self.half.committed()
+        for wide in () if measured.overflowed else self.half.wide:
+            wide.committed()
         self.drop_gradients()
 
     def roll_back(self) -> None:

@@ -389,6 +389,7 @@ class SteppedWeights:
     ) -> None:
         self.parts = parts
         self._half, self._wide = list(half), wide
+        self.wide = () if wide is None else (wide,)  # to be parked and told of commits
         pairs = [] if wide is None else list(zip(half, wide.parameters, strict=True))
         self._parts = {id(other): weight for weight, other in pairs}
         self._stand_ins = {id(weight): other for weight, other in pairs}
@@ -450,11 +451,6 @@ class SteppedWeights:
                 wide.parameters[place].grad = None
             wide.write(chunk)
 
-    def committed(self) -> None:
-        """Notes that a step was committed."""
-        if self._wide is not None:
-            self._wide.committed()
-
     def undone(self) -> None:
         """Notes that a step was undone, in whichever chunk it broke off."""
         if self._wide is not None:
@@ -467,16 +463,6 @@ class SteppedWeights:
         self._buffer = None
         if self._wide is not None:
             self._wide.close()
-
-    def park(self) -> None:
-        """Moves what lasts for the stand-ins to the host; may be repeated."""
-        if self._wide is not None:
-            self._wide.park()
-
-    def unpark(self) -> None:
-        """Moves it back; may be repeated."""
-        if self._wide is not None:
-            self._wide.unpark()
 
     def tensors(self) -> list[Tensor]:
         """Gives what is held for the stand-ins now."""
