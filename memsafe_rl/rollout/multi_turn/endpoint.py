@@ -324,7 +324,7 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:
-    """Writes an answered request in OpenAI's form; ``token_ids`` of its choice and ``prompt_token_ids`` are true ids."""
+    """Writes an answered request in OpenAI's form; its ``token_ids`` and ``prompt_token_ids`` are the true ids."""
     action = request.action
     assert action is not None, "an answered request has a turn"
     calls = [
