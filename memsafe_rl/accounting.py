@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import islice
+from itertools import islice, product
 from typing import Protocol, TypeVar
 
 import torch
@@ -95,17 +95,17 @@ def in_phase(phase: Phase) -> AbstractContextManager[None]:
 
 def charge(component: Component) -> AbstractContextManager[None]:
     """Attributes what this thread allocates inside to a component."""
-    return _marked("mark_component", component) if _counters else _UNHEARD
+    return _marked(component, "mark_component") if _counters else _UNHEARD
 
 
 def host_memory() -> AbstractContextManager[None]:
     """Declares that what this thread allocates inside stands for host memory, as a simulated device has to be told."""
-    return _marked("mark_host", True) if _counters else _UNHEARD
+    return _marked(True, "mark_host") if _counters else _UNHEARD
 
 
 def staging() -> AbstractContextManager[None]:
     """Declares that a collective runs inside, for which gloo's threads allocate host memory."""
-    return _staging() if _counters else _UNHEARD
+    return _marked(True, "mark_host", "mark_others") if _counters else _UNHEARD
 
 
 def claim(component: Component, tensors: Iterable[Tensor]) -> None:
@@ -219,18 +219,12 @@ def _in_phase(phase: Phase) -> Iterator[None]:
 
 
 @contextmanager
-def _marked(mark: str, value: Component | bool) -> Iterator[None]:
-    """Sets one of the marks of `Counter` inside, and the mark before it again afterwards."""
+def _marked(value: Component | bool, *marks: str) -> Iterator[None]:
+    """Sets some marks of `Counter` inside, and what they were before again afterwards."""
     with ExitStack() as stack:
-        for counter in _counters:
+        for mark, counter in product(marks, _counters):
             setting = getattr(counter, mark)
             stack.callback(setting, setting(value))
-        yield
-
-
-@contextmanager
-def _staging() -> Iterator[None]:
-    with _marked("mark_host", True), _marked("mark_others", True):
         yield
 
 

@@ -1,13 +1,15 @@
-"""How rows are cut into slices: by tokens, behind one copy of each prompt, or rows × columns."""
+"""Which rows an optimizer step takes, and how they are cut: by tokens, behind one copy of a prompt, or by columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+
+import torch
 
 from memsafe_rl.accounting import host_memory, worth_running
 from memsafe_rl.prefix_tree import Branch, branches_of, depth_first, fork
@@ -22,6 +24,12 @@ _LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
 a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
 
 _ALIKE = 0.99  # share of the largest slice from which on another one counts as being like it
+
+_PROMPT_STREAM = 1
+_ROW_STREAM = 2
+_MERGE_STREAM = 3
+_MULTIPLIER = 6364136223846793005
+"""Knuth's multiplier for 64-bit linear congruential generators (MMIX): keeps nearby keys apart."""
 
 
 class Slices(NamedTuple):
@@ -422,3 +430,55 @@ def step_micro_batches(
         for places, chosen in cut_columns(len(rows), wanted, tokens)
     ]
     return [MicroBatchGroup(batches, None)] if batches else []
+
+
+# ------------------------------------------------------------------ order
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """The next optimizer step of a run."""
+
+    rollout: int = 0  # index of the rollout it learns from
+    epoch: int = 0  # pass over that rollout's rows
+    step: int = 0  # optimizer step within the pass
+    position: int = 0  # prompts consumed before that rollout
+
+    @property
+    def starts_rollout(self) -> bool:
+        """Whether this is the first optimizer step after its rollout: the weights have not moved since."""
+        return self.epoch == 0 and self.step == 0
+
+    def advance(self, *, steps: int, epochs: int, consumed: int, stop: bool) -> Cursor:
+        """Gives the step after this one."""
+        if not stop and self.step + 1 < steps:
+            return replace(self, step=self.step + 1)
+        if not stop and self.epoch + 1 < epochs:
+            return replace(self, epoch=self.epoch + 1, step=0)
+        return Cursor(rollout=self.rollout + 1, position=self.position + consumed)
+
+
+def permutation(size: int, *keys: int) -> list[int]:
+    """Shuffles `range(size)` as a pure function of some integers."""
+    mixed = 0
+    for key in keys:
+        mixed = (mixed * _MULTIPLIER + key + 1) % 2**63
+    generator = torch.Generator()
+    generator.manual_seed(mixed)
+    return torch.randperm(size, generator=generator).tolist()
+
+
+def prompt_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
+    """Gives the order of a dataset's prompts in one epoch."""
+    return permutation(size, _PROMPT_STREAM, seed, epoch) if shuffle else list(range(size))
+
+
+def merge_orders(objectives: int, seed: int, step: int) -> list[list[int]]:
+    """Gives, for each objective, the order in which PCGrad holds its gradient against the others."""
+    return [permutation(objectives, _MERGE_STREAM, seed, step, objective) for objective in range(objectives)]
+
+
+def rows_of_step(cursor: Cursor, rows: int, step_rows: int, seed: int) -> list[int]:
+    """Gives the rows of one optimizer step; rows are reshuffled in every pass over a rollout."""
+    order = permutation(rows, _ROW_STREAM, seed, cursor.rollout, cursor.epoch)
+    return sorted(order[cursor.step * step_rows : (cursor.step + 1) * step_rows])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import warnings
@@ -56,9 +57,13 @@ app = typer.Typer(
 )
 
 
-def command(name: str) -> Any:
-    """Imports the module of a command."""
-    return importlib.import_module(f"memsafe_rl.cli.{name}")
+def command(name: str, room: str = "cli") -> Any:
+    """Imports the module of a command; what it brings along stays, and no later search for garbage looks at it."""
+    module = importlib.import_module(f"memsafe_rl.{room}.{name}")
+    if not gc.isenabled():  # by `main`, whose process holds nothing else yet
+        gc.freeze()
+        gc.enable()
+    return module
 
 
 def show_version(requested: bool) -> None:
@@ -324,4 +329,4 @@ def export(
                 f"{source!r} holds no weights: neither adapter_config.json nor config.json. Give a "
                 "run's output_dir or a checkpoint's folder."
             )
-        typer.echo(str(importlib.import_module("memsafe_rl.checkpoint.export").export(source, target, dtype)))
+        typer.echo(str(command("export", "checkpoint").export(source, target, dtype)))

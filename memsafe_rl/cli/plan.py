@@ -77,7 +77,8 @@ def wish(request: RunRequest, *, card: NamedCard, reward_models: Sequence[str] =
     if not settings.get("fp16"):
         settings.setdefault("bf16", True)  # the default on a card, which this machine may lack
     run = prepare(replace(request, settings=settings))
-    judges = (*filter(_is_reward_model, run.fields.reward_funcs or ()), *reward_models)
+    named = (entry for entry in run.fields.reward_funcs or () if isinstance(entry, str))
+    judges = (*(entry for entry in named if Path(entry).exists() or "/" in entry), *reward_models)  # as `train.reward`
     speed = speed_of_card(card.name, run.config.autocast_dtype or torch.float32) if card.name else None
     return Wish(run, card.total_bytes, reward_models=tuple(dict.fromkeys(judges)), speed=speed, **more)
 
@@ -146,11 +147,6 @@ def longest_text(forecast: MemoryForecast, findings: Findings) -> str:
     most = forecast.job.geometry.max_positions
     whole = most is not None and findings.longest_completion + forecast.job.prompt_tokens >= most
     return f"{findings.longest_completion:,} tokens" + (", all that the model takes" if whole else "")
-
-
-def _is_reward_model(entry: Any) -> bool:
-    """Tells reward models from functions among a run's rewards, as `train.reward` does."""
-    return isinstance(entry, str) and (Path(entry).exists() or "/" in entry)
 
 
 def _ingredients(wanted: Wish) -> dict[str, Any]:

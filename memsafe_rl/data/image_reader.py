@@ -1,18 +1,32 @@
-"""Reads prompts with images: how many tokens each becomes, and what a tower makes of it."""
+"""Reads prompts with images: how they are opened, how many tokens each becomes, and what a tower makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.data.images import COLUMNS, UNREADABLE, filled, hollow, images_in, size_of
-from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, prompt_of, within_limit
-from memsafe_rl.errors import DataError
+from memsafe_rl.data.prompts import (
+    COLUMNS,
+    PromptReader,
+    Prompts,
+    PromptTokenizer,
+    hollow,
+    images_in,
+    prompt_of,
+    with_image_parts,
+    within_limit,
+)
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
+
+UNREADABLE = (OSError, ValueError, TypeError, AttributeError, SyntaxError)
+"""What Pillow raises of a file that is missing, cut short, or no image."""
 
 
 class ImagePromptReader(PromptReader):
@@ -104,3 +118,44 @@ class ImagePromptReader(PromptReader):
         except UNREADABLE as error:
             raise DataError(f"an image of prompt {hollow(prompt)!r:.200} cannot be read ({error}).") from error
         return read["pixel_values"], read["image_grid_thw"]
+
+
+def filled(prompt: Any) -> Any:
+    """Gives a prompt whose images are open."""
+    return with_image_parts(prompt, lambda part: {**part, "image": opened(part["image"])})
+
+
+def opened(image: Any) -> Any:
+    """Reads an image of Pillow, a path, bytes, a mapping of these as datasets store it, or an array (H, W, 3) uint8."""
+    with _open(image) as found:
+        found.load()
+        return found
+
+
+def size_of(image: Any) -> tuple[int, int]:
+    """Gives the height and width of an image, as `opened` takes it; of a file only the head is read."""
+    with _open(image) as found:
+        return found.height, found.width
+
+
+@contextmanager
+def _open(image: Any) -> Iterator[Any]:
+    """Opens an image, and closes its file where it was opened here."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError("Prompts with images need Pillow: pip install 'memsafe-rl[images]'.") from error
+    try:
+        if isinstance(image, Image.Image):
+            yield image
+            return
+        stored = image
+        if isinstance(image, Mapping):
+            stored = image["path"] if image.get("bytes") is None else image["bytes"]
+        if hasattr(stored, "__array_interface__"):
+            yield Image.fromarray(stored)
+            return
+        with Image.open(BytesIO(stored) if isinstance(stored, bytes) else stored) as found:
+            yield found
+    except (*UNREADABLE, LookupError) as error:
+        raise DataError(f"image {image!r:.200} cannot be read ({error}). Mend it, or remove its row.") from error

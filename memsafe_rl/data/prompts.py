@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -15,9 +16,12 @@ from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
-from memsafe_rl.data.images import COLUMNS, images_of, is_chat, with_images
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout.multi_turn.chat import check_template
+from memsafe_rl.slices import prompt_order
+
+COLUMNS = ("image", "images")
+"""Columns of a row that hold its images, as in TRL."""
 
 _TOKENIZE_BATCH = 512
 _SHOW_PROGRESS_FROM = 20_000  # prompts whose tokenization takes over two seconds
@@ -31,12 +35,6 @@ _SAID = {"content", "tool_calls", "reasoning_content", "thinking"}
 """Of which a message has one at least."""
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_STREAM = 1
-_ROW_STREAM = 2
-_MERGE_STREAM = 3
-_MULTIPLIER = 6364136223846793005
-"""Knuth's multiplier for 64-bit linear congruential generators (MMIX): keeps nearby keys apart."""
 
 
 class PromptError(DataError):
@@ -448,53 +446,82 @@ def _shows_image(turn: Mapping[str, Any]) -> bool:
     return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
-# ------------------------------------------------------------------ order
+# ------------------------------------------------------------------ images in messages
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """The next optimizer step of a run."""
-
-    rollout: int = 0  # index of the rollout it learns from
-    epoch: int = 0  # pass over that rollout's rows
-    step: int = 0  # optimizer step within the pass
-    position: int = 0  # prompts consumed before that rollout
-
-    @property
-    def starts_rollout(self) -> bool:
-        """Whether this is the first optimizer step after its rollout: the weights have not moved since."""
-        return self.epoch == 0 and self.step == 0
-
-    def advance(self, *, steps: int, epochs: int, consumed: int, stop: bool) -> Cursor:
-        """Gives the step after this one."""
-        if not stop and self.step + 1 < steps:
-            return replace(self, step=self.step + 1)
-        if not stop and self.epoch + 1 < epochs:
-            return replace(self, epoch=self.epoch + 1, step=0)
-        return Cursor(rollout=self.rollout + 1, position=self.position + consumed)
+def images_of(row: Mapping[str, Any]) -> list[Any]:
+    """Gives the images of a row's columns, as they are stored."""
+    several = row.get("images")
+    if several is not None:
+        return list(several)
+    return [] if row.get("image") is None else [row["image"]]
 
 
-def permutation(size: int, *keys: int) -> list[int]:
-    """Shuffles `range(size)` as a pure function of some integers."""
-    mixed = 0
-    for key in keys:
-        mixed = (mixed * _MULTIPLIER + key + 1) % 2**63
-    generator = torch.Generator()
-    generator.manual_seed(mixed)
-    return torch.randperm(size, generator=generator).tolist()
+def with_images(prompt: Any, images: Sequence[Any]) -> Any:
+    """Puts images into the messages of a prompt: into their placeholders, else before the first text of the user."""
+    if not is_chat(prompt):
+        raise DataError(
+            f"prompt {prompt!r:.100} has {len(images)} image(s) but is no conversation. Write it as messages with "
+            "'role' and 'content'."
+        )
+    turns = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
+    if not any(_waits(part) for turn in turns for part in turn["content"]):
+        first = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
+        first["content"] = [{"type": "image"} for _ in images] + first["content"]
+    waiting = sum(_waits(part) for turn in turns for part in turn["content"])
+    if waiting != len(images):
+        raise DataError(
+            f"prompt {prompt!r:.200} has {waiting} image placeholder(s) and its row {len(images)} image(s). Give as "
+            "many {'type': 'image'} parts as images, or none."
+        )
+    queue = iter(images)
+    for turn in turns:
+        turn["content"] = [{**part, "image": next(queue)} if _waits(part) else part for part in turn["content"]]
+    return turns
 
 
-def prompt_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """Gives the order of a dataset's prompts in one epoch."""
-    return permutation(size, _PROMPT_STREAM, seed, epoch) if shuffle else list(range(size))
+def images_in(prompt: Any) -> Iterator[Any]:
+    """Walks the images inside the messages of a prompt."""
+    for turn in prompt if is_chat(prompt) else ():
+        for part in turn["content"] if isinstance(turn.get("content"), list) else ():
+            if part.get("image") is not None:
+                yield part["image"]
 
 
-def merge_orders(objectives: int, seed: int, step: int) -> list[list[int]]:
-    """Gives, for each objective, the order in which PCGrad holds its gradient against the others."""
-    return [permutation(objectives, _MERGE_STREAM, seed, step, objective) for objective in range(objectives)]
+def hollow(prompt: Any) -> Any:
+    """Gives a prompt whose images are placeholders, as chat templates and tables show it."""
+    return with_image_parts(prompt, lambda _: {"type": "image"})
 
 
-def rows_of_step(cursor: Cursor, rows: int, step_rows: int, seed: int) -> list[int]:
-    """Gives the rows of one optimizer step; rows are reshuffled in every pass over a rollout."""
-    order = permutation(rows, _ROW_STREAM, seed, cursor.rollout, cursor.epoch)
-    return sorted(order[cursor.step * step_rows : (cursor.step + 1) * step_rows])
+def copied(prompt: Any) -> Any:
+    """Copies a prompt; images are shared."""
+    return copy.deepcopy(prompt, {id(image): image for image in images_in(prompt)})
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return listed and all(isinstance(turn, Mapping) for turn in prompt)
+
+
+def with_image_parts(prompt: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Changes the parts of messages that hold an image; what a table filled with None is left out."""
+    if not is_chat(prompt) or not any(isinstance(turn.get("content"), list) for turn in prompt):
+        return prompt
+    return [
+        {**turn, "content": [change(part) if "image" in part else part for part in _parts(turn["content"])]}
+        if isinstance(turn.get("content"), list)
+        else turn
+        for turn in prompt
+    ]
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    """Gives a message's content as parts, each with its own keys."""
+    if not isinstance(content, list):
+        return [] if content is None else [{"type": "text", "text": content}]
+    return [{key: value for key, value in part.items() if value is not None} for part in content]
+
+
+def _waits(part: Mapping[str, Any]) -> bool:
+    return part.get("type") == "image" and part.get("image") is None

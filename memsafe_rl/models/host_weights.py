@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, local_part, weights_of
+from memsafe_rl.models.adapter import ResidentWeights
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.types import Component, blocks_on_host
@@ -85,16 +86,9 @@ class HostWeights:
     `release`, whoever reads or writes a parameter that is away has its copy on the host.
     """
 
-    @staticmethod
-    def of(network: nn.Module) -> HostWeights:
-        """Gives what moves a network's weights, always the same while any of them is on the host."""
-        known = _known.get(network)
-        if known is None or not (known._away or known._settled):
-            known = _known[network] = HostWeights(blocks_of(network))
-        return known
-
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        shared = _storages_of_several(blocks)
+        own = ({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)
+        shared = {storage for storage, holders in Counter(chain(*own)).items() if holders > 1}  # stay for the others
         divided = any(local_part(weight) is not weight for weight in weights_of(*blocks))  # FSDP2 brings those
         frozen = [[] if divided else list(_frozen_weights(block, shared)) for block in blocks]
         self._blocks = [_Streamed(block, own) for block, own in zip(blocks, frozen, strict=True)]
@@ -114,6 +108,11 @@ class HostWeights:
     def resident(self) -> int | None:
         """Blocks whose weights stay on the device; None where there are none that could leave it."""
         return len(self._blocks) - len(self._away) if self._blocks else None
+
+    @property
+    def has_moved_none(self) -> bool:
+        """Whether all weights are where the network was loaded."""
+        return not (self._away or self._settled)
 
     def place(self, resident: int | None, device: torch.device | None = None) -> None:
         """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
@@ -234,9 +233,17 @@ class HostWeights:
 _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
 
 
+def host_weights_of(network: nn.Module) -> HostWeights | ResidentWeights:
+    """Gives what moves a network's weights, always the same while any of them is on the host."""
+    known = _known.get(network)
+    if known is None or known.has_moved_none:
+        known = _known[network] = HostWeights(blocks_of(network))
+    return known if any(known.block_bytes) else ResidentWeights(len(known.block_bytes))
+
+
 def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
     """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room."""
-    weights = HostWeights.of(network)
+    weights = host_weights_of(network)
     stay = room_bytes is not None and weight_bytes(network) > room_bytes and any(weights.block_bytes)
     if stay:
         weights.place(0, device)
@@ -291,12 +298,6 @@ def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Ten
     empty = torch.empty_like(waiting, device=device)
     empty.untyped_storage().resize_(0)
     return empty
-
-
-def _storages_of_several(blocks: Sequence[nn.Module]) -> set[int]:
-    """Finds storages that more than one block holds, which cannot come and go with one."""
-    held = Counter(chain(*({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)))
-    return {storage for storage, holders in held.items() if holders > 1}
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:

@@ -12,9 +12,9 @@ Axes: ``M`` rows, ``N`` rows of a tile, ``K`` inputs, ``O`` outputs, ``E`` exper
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,8 @@ TILE_ROWS = 16
 SUMMED_ROWS = 256
 """Rows that are widened at once for a sum over rows in float32."""
 
-_here = threading.local()
+FIXED_TILES: ContextVar[bool] = ContextVar("memsafe_rl_fixed_tiles", default=False)
+"""Whether this thread computes in fixed tiles."""
 
 
 @contextmanager
@@ -42,20 +43,15 @@ def fixed_tiles(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: False changes nothing.
     """
-    if not enabled or fixed_tiles_on():
+    if not enabled or FIXED_TILES.get():
         yield
         return
-    _here.on = True
+    before = FIXED_TILES.set(True)
     try:
         with _FixedTiles():
             yield
     finally:
-        _here.on = False
-
-
-def fixed_tiles_on() -> bool:
-    """Tells whether this thread computes in fixed tiles."""
-    return getattr(_here, "on", False)
+        FIXED_TILES.reset(before)
 
 
 def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from memsafe_rl.accounting import charge, device_type_of, worth_running
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.fixed_tiles import TILE_ROWS, fixed_tiles, fixed_tiles_on, tiled_linear
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES, TILE_ROWS, fixed_tiles, tiled_linear
 from memsafe_rl.ops.sampling import taken_logprobs
 from memsafe_rl.types import Component, LinearHead, LogitsHead, TokenDistribution
 
@@ -196,7 +196,7 @@ class _LogitsScores(torch.autograd.Function):
         with charge(Component.LOGITS):
             for part in _cuts(len(tokens_N), _part(len(tokens_N))):
                 scores_NV = logits_NV[part].to(wide) / temperature
-                taken_N = taken_logprobs(scores_NV, tokens_N[part]) if fixed_tiles_on() else None
+                taken_N = taken_logprobs(scores_NV, tokens_N[part]) if FIXED_TILES.get() else None
                 summary, _ = _summarise_(scores_NV, tokens_N[part], with_entropy)
                 summary = summary if taken_N is None else (taken_N, *summary[1:])
                 _store(part, summary, (logprobs_N, log_sums_N, entropies_N))
@@ -229,7 +229,7 @@ def _function_scores(
         scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
         return scores
 
-    again = (lambda: (nullcontext(), fixed_tiles())) if fixed_tiles_on() else noop_context_fn
+    again = (lambda: (nullcontext(), fixed_tiles())) if FIXED_TILES.get() else noop_context_fn
     tiles = [
         checkpoint(score, hidden_ND, tokens_N, use_reentrant=False, context_fn=again)
         if torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""The processes of a run: one, or replicas, where every rank holds the whole model and learns from its own rows.
+"""Replicas, where every rank holds the whole model and learns from its own rows.
 
 A rank that fails never leaves the others waiting. Before any collective all ranks exchange a word: whether one of them
 has failed, and the sizes of what follows. A rank that cannot continue takes part in one last exchange, `fail`; the
@@ -17,9 +17,8 @@ import logging
 import pickle
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor, distributed, nn
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.parallel.one_process import OneProcess
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
@@ -219,42 +219,6 @@ class Replicas:
             return None
         distributed.broadcast(self._reason_tensor, src=failed, group=self._hosts)
         return failed
-
-
-@dataclass(frozen=True)
-class OneProcess:
-    """A run of one process, or one rank of several on which a dry run stands for all."""
-
-    # ranks that share each component; empty where everything is whole
-    parts: Mapping[Component, int] = field(default_factory=dict)
-    world_size: int = 1  # processes
-    rank: int = 0  # index of this one
-    is_main: bool = True  # whether this one writes logs and checkpoints
-
-    def share(self, count: int) -> range:
-        """Gives all rows."""
-        return range(count)
-
-    def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Gives all rows."""
-        return list(rows)
-
-    def gather(self, items: list[Item]) -> list[Item]:
-        """Gives the items back."""
-        return items
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leaves gradients as they are."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-    def fail(self, reason: str) -> None:
-        """Informs nobody."""
-
-    def local_bytes(self, component: Component, size_bytes: int) -> int:
-        """Divides the bytes by the ranks that share the component, rounded up."""
-        return -(-size_bytes // self.parts.get(component, 1))
 
 
 Parallel = OneProcess | Replicas

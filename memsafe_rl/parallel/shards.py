@@ -21,7 +21,7 @@ from enum import Enum
 from functools import partial
 from operator import call
 from types import MethodType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,60 +36,14 @@ from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.models.module_state import DividedPart, tensor_place
+from memsafe_rl.parallel.one_process import Repeat, Run, WholeWeights
 from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
 T = TypeVar("T")
-Run = Callable[[Callable[[], Any]], Any]
 
 _FORWARD = "memsafe_forward"
 """The method of a divided network inside of which FSDP2 expects its forward."""
-
-
-class Repeat(Protocol):
-    """Runs a stage until it fits; `Recovery.repeat` is one."""
-
-    def __call__(self, stage: Stage, function: Callable[..., T], *values: Any) -> T:
-        """Runs the stage."""
-
-
-class WholeWeights:
-    """Weights that lie whole on every rank."""
-
-    divided = False  # whether ranks share the weights
-
-    def __init__(self, *, in_rounds: bool = False) -> None:
-        self.in_rounds = in_rounds  # whether micro-batches share nothing, as in the rounds that are foreseen
-
-    @contextmanager
-    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
-        """Changes nothing: the weights are whole."""
-        yield
-
-    def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
-        """Gives what runs a network's forward: nothing besides."""
-        return call
-
-    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
-        """Gives this rank's micro-batches."""
-        yield from micro_batches
-
-    def leave_round(self, repeat: Repeat) -> None:
-        """Returns at once: a failure concerns nobody else."""
-
-    def finish_round(self, repeat: Repeat) -> None:
-        """Returns at once: nobody waits."""
-
-    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
-        """Gives None: each rank can measure its gradients alone."""
-        return None
-
-    def on_main(self, value: T) -> T:
-        """Gives back what a checkpoint holds."""
-        return value
-
-
-WHOLE = WholeWeights()
 
 
 class _Kind(Enum):

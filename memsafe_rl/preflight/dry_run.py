@@ -28,8 +28,7 @@ from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.models.vision.processors import share_tower
-from memsafe_rl.parallel.replicas import OneProcess
-from memsafe_rl.parallel.shards import WholeWeights
+from memsafe_rl.parallel.one_process import OneProcess, WholeWeights
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast

@@ -35,7 +35,7 @@ from memsafe_rl.preflight.fake.sharding import read_sharding
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.speed import DeviceSpeed, measured_speed
 from memsafe_rl.training.assembly.factory import Inputs, Machine
-from memsafe_rl.training.optim.half_weights import HalfWeights
+from memsafe_rl.training.optim.half_weights import MasterCopies
 from memsafe_rl.types import Component, Phase, RolloutPlan
 from memsafe_rl.units import parse_bytes
 
@@ -220,7 +220,7 @@ def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
     Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
     are put back: building a trainer seeds them.
     """
-    loud = (Recovery.__module__, HalfWeights.__module__, usable_prompts.__module__)
+    loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)
     before = {told: told.disabled for told in map(logging.getLogger, loud)}
     state = capture_random_state()
     for told in before:

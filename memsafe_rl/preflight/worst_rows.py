@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import NamedTuple
 
-from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.slices import (
+    Cursor,
     companions,
     cut_groups,
     cut_trees,
     cut_work,
     measure_slices,
     packing_saves,
+    rows_of_step,
     slice_tokens,
     telling,
     widest,

@@ -32,10 +32,11 @@ from memsafe_rl.checkpoint.weights import (
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, plain_groups
-from memsafe_rl.data.prompts import Cursor, prompt_of
+from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.models.module_state import copy_weights
+from memsafe_rl.slices import Cursor
 from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog

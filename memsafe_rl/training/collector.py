@@ -13,7 +13,6 @@ import torch
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
-from memsafe_rl.data.images import copied, hollow
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
     OpenGroup,
@@ -22,7 +21,7 @@ from memsafe_rl.data.partial_rollouts import (
     groups_from,
     joined_prompts,
 )
-from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.data.prompts import Prompts, copied, hollow
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
@@ -32,7 +31,7 @@ from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.training import refusal
-from memsafe_rl.training.algorithms.objectives import judge, reward_metrics
+from memsafe_rl.training.algorithms.advantages import judge, reward_metrics
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
     Answers,

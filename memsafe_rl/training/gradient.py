@@ -22,7 +22,8 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
-from memsafe_rl.parallel.shards import WHOLE, Shards
+from memsafe_rl.parallel.one_process import WHOLE
+from memsafe_rl.parallel.shards import Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
 from memsafe_rl.slices import MicroBatch, MicroBatchGroup
 from memsafe_rl.training import refusal

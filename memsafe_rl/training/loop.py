@@ -158,14 +158,9 @@ class TrainingLoop:
             raise TrainingInterrupted(reason)
 
     def step(self) -> None:
-        """One optimizer step, from the prompts to the log; what it needs is freed before evaluation and saving."""
-        self.begin_step()
-        metrics = self.learn()
-        self.finish_step(metrics)
-
-    def learn(self) -> dict[str, float]:
-        """Collects a rollout where one is due, and moves the weights."""
+        """One optimizer step, from the prompts to the log: collects a rollout where one is due, moves the weights."""
         state = self.state
+        self.begin_step()
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
@@ -179,7 +174,10 @@ class TrainingLoop:
             state.ending, state.progress.epoch = Ending(epoch_before), self._epoch()
             self.report.note(state, metrics, self._epoch())
             state.random = None
-        return metrics if result.sample is None else metrics | self._lost_updates(result.sample)
+        if result.sample is not None:
+            metrics |= self._lost_updates(result.sample)
+        del result  # what the step needed is freed before evaluation and saving
+        self.finish_step(metrics)
 
     def collect(self) -> Rollout:
         """Collects the next rollout; reward functions may draw random numbers."""

@@ -18,7 +18,7 @@ from memsafe_rl.prefix_tree import sort_by_tokens
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training import refusal
-from memsafe_rl.training.algorithms.objectives import objective_advantages
+from memsafe_rl.training.algorithms.advantages import objective_advantages
 from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, SequenceKey, Trajectory
 
 

@@ -24,8 +24,9 @@ from memsafe_rl.memory.runtime.recovery import Recovery
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
-from memsafe_rl.parallel.replicas import OneProcess, Parallel
-from memsafe_rl.parallel.shards import WHOLE, Shards
+from memsafe_rl.parallel.one_process import WHOLE, OneProcess
+from memsafe_rl.parallel.replicas import Parallel
+from memsafe_rl.parallel.shards import Shards
 from memsafe_rl.rewards.base import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles

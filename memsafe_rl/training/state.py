@@ -11,9 +11,9 @@ from transformers import TrainerState
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.degradation import Degradation
 from memsafe_rl.data.partial_rollouts import OpenGroup
-from memsafe_rl.data.prompts import Cursor
 from memsafe_rl.memory.runtime.recovery import RandomState
 from memsafe_rl.records import RecordLog
+from memsafe_rl.slices import Cursor
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.metrics.alarms import AlarmWatch
 from memsafe_rl.training.samples import Rollout

@@ -20,7 +20,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.blocks import blocks_of, find_blocks, recomputed
-from memsafe_rl.models.host_weights import HostWeights, put_on
+from memsafe_rl.models.host_weights import HostWeights, host_weights_of, put_on
 from memsafe_rl.types import RolloutPlan, UpdatePlan, blocks_on_host
 from tests.models.language.test_seq2seq import build
 from tests.tiny import tiny_model
@@ -105,7 +105,7 @@ def test_a_device_that_refuses_leaves_a_block_away_and_the_next_try_succeeds() -
     logits, _ = pass_of(model, recompute=False)
     with SimulatedMemory(2**40) as memory:
         assert not put_on(model, CPU)
-        host = HostWeights.of(model)
+        host = host_weights_of(model)
         host.place(0)
         live = memory.live_bytes
         for place in range(1, 12):
@@ -122,10 +122,10 @@ def test_weights_that_pass_the_room_begin_on_the_host_and_others_do_not() -> Non
     model = adapted()
     size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert not put_on(model, CPU, size)
-    assert HostWeights.of(model).resident == BLOCKS
+    assert host_weights_of(model).resident == BLOCKS
     assert put_on(model, CPU, size - 1)
-    assert HostWeights.of(model).resident == 0
-    assert HostWeights.of(model) is HostWeights.of(model)
+    assert host_weights_of(model).resident == 0
+    assert host_weights_of(model) is host_weights_of(model)
 
 
 @pytest.mark.parametrize("plan", [RolloutPlan, UpdatePlan])
@@ -328,7 +328,7 @@ def test_a_refused_allocation_while_mapped_weights_leave_the_device_is_repeated(
             weight.data = torch.from_numpy(kept[-1])  # cannot be emptied, like one mapped from a file
     with SimulatedMemory(2**40) as memory:
         put_on(model, CPU)
-        host = HostWeights.of(model)
+        host = host_weights_of(model)
         memory.fail_after(place)
         with pytest.raises(torch.OutOfMemoryError):
             host.place(0)

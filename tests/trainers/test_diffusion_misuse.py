@@ -16,8 +16,7 @@ from memsafe_rl.config.declaring import grouped
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
-from memsafe_rl.models.diffusion.condition_cache import prompt_key
-from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps
+from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps, prompt_key
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.trainers.grpo import GRPOTrainer

@@ -15,7 +15,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from examples import count_squares
 from memsafe_rl import ConfigError, DataError, GRPOConfig, PPOConfig, PPOTrainer, SimulatedMemory
-from memsafe_rl.data.images import with_images
+from memsafe_rl.data.prompts import with_images
 from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey

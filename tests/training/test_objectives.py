@@ -29,7 +29,8 @@ from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
 from memsafe_rl.training import gradient as update
 from memsafe_rl.training import learner
-from memsafe_rl.training.algorithms.objectives import BetaControl, as_seen_by, judge, objective_advantages, steered
+from memsafe_rl.training.algorithms.advantages import judge, objective_advantages
+from memsafe_rl.training.algorithms.objectives import BetaControl, as_seen_by, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 from tests.models.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
 from tests.models.diffusion.small import make_policy as make_diffusion_policy

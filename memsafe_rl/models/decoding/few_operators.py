@@ -29,7 +29,7 @@ from torch.nn.functional import layer_norm
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.models.module_state import is_hooked, replaced
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 
 _FUNCTION = "apply_rotary_pos_emb"
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
@@ -134,7 +134,7 @@ class _ShortRotation:
 
 def _rotated(values: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     turned, kept = values.roll(values.shape[-1] // 2, -1), values * cos
-    if fixed_tiles_on() or values.dtype not in (torch.float32, torch.float64):
+    if FIXED_TILES.get() or values.dtype not in (torch.float32, torch.float64):
         return kept.add_(turned.mul_(signed_sin))
     return kept.addcmul_(turned, signed_sin)
 

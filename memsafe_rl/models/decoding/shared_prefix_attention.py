@@ -35,7 +35,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     as_floats,
 )
 from memsafe_rl.models.module_state import implementation, replaced
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
 NAME = "memsafe_rl_grouped"
@@ -128,7 +128,10 @@ class Reading:
     @property
     def positions(self) -> Tensor:
         """Gives the position of each token read, (B, N) int64 on the device."""
-        first_B1 = self.state.counts[2, :, None]
+        return self._from(self.state.counts[2, :, None])
+
+    def _from(self, first_B1: Tensor) -> Tensor:
+        """Gives the positions of the tokens that each row reads from a first one on."""
         return first_B1 if self.tokens == 1 else first_B1 + torch.arange(self.tokens, device=first_B1.device)
 
     def _slots_to_fill(self, layer: int) -> int | Tensor:
@@ -147,14 +150,15 @@ class Reading:
         has_kernel = drawn and _has_kernel(query, key, value, scoring)
         parts: list[tuple[Tensor, ...]] = []
         for segment in state.segments():
-            asked = _rows_of(query, segment)
-            if fixed_tiles_on():
-                parts.append((self._attend_by_place(segment, layer, asked, new, scoring),))
+            asked, (keys, values) = _rows_of(query, segment), self._held_by(segment, layer, new)
+            hidden = self._hidden_keys(segment, layer)
+            if FIXED_TILES.get():
+                parts.append((self._attend_by_place(segment, layer, asked, keys, values, scoring),))
             elif has_kernel:
-                parts.append(self._attend_by_kernel(segment, layer, asked, scoring))
+                parts.append(self._attend_by_kernel(segment, layer, asked, keys, values, scoring))
             else:
-                seen = self._seen_by(segment, layer, new, scoring.bias)
-                parts.append((self._attend_all(segment, asked, seen, scoring),))
+                bias = None if scoring.bias is None else self._biased(segment, layer, scoring.bias)
+                parts.append((self._attend_all(segment, asked, _Seen(keys, values, hidden, bias), scoring),))
         if not drawn and self.keeps:
             state.store(layer, key, value, self._slots_to_fill(layer))
         return [_joined(list(alike)) for alike in zip(*parts, strict=True)]
@@ -167,7 +171,7 @@ class Reading:
             if source is None:
                 raise NotImplementedError("no encoder has read the prompts of these rows")
             keys, values = source.keys[layer], source.values[layer]
-            if fixed_tiles_on():
+            if FIXED_TILES.get():
                 parts.append(_attend_source_by_place(segment, keys, values, asked, scoring))
             elif self.counts is None and _has_kernel(query, keys, values, scoring):
                 mask = self._source_mask(segment, layer, query.dtype)
@@ -178,12 +182,13 @@ class Reading:
                 parts.append(self._attend_all(segment, asked, seen, scoring))
         return _joined(parts).transpose(1, 2).contiguous()
 
-    def _attend_by_kernel(self, segment: Segment, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, ...]:
+    def _attend_by_kernel(
+        self, segment: Segment, layer: int, query: Tensor, keys: list[Tensor], values: list[Tensor], scoring: Scoring
+    ) -> tuple[Tensor, ...]:
         """Attends to prompts and to suffixes by a kernel each; gives outputs and log-sum-exps of both."""
-        seen = self._seen_by(segment, layer, None, None)
         mask, own_mask = self._masks_of(segment, layer, query.dtype, scoring.bias)
-        out, lse = _kernel(segment.grouped(query), seen.keys[0], seen.values[0], mask, scoring)
-        own_out, own_lse = _kernel(query, seen.keys[1], seen.values[1], own_mask, scoring)
+        out, lse = _kernel(segment.grouped(query), keys[0], values[0], mask, scoring)
+        own_out, own_lse = _kernel(query, keys[1], values[1], own_mask, scoring)
         return segment.by_row(out), segment.by_row(lse[..., None]), own_out, own_lse[..., None]
 
     @_once
@@ -208,19 +213,19 @@ class Reading:
         return None if hidden is None else segment.grouped(_added(hidden, dtype)[:, None])
 
     def _attend_by_place(
-        self, segment: Segment, layer: int, query: Tensor, new: tuple[Tensor, Tensor] | None, scoring: Scoring
+        self, segment: Segment, layer: int, query: Tensor, keys: list[Tensor], values: list[Tensor], scoring: Scoring
     ) -> Tensor:
         """Attends over keys laid out by the places of their tokens, as scoring sees them, a few rows at a time."""
-        seen, slots = self._seen_by(segment, layer, new, None), max(self.state.positions) + self.tokens
+        slots = max(self.state.positions) + self.tokens
         place_BK, visible_BNK = self._by_place(segment, layer, slots)
         prompt_B = torch.tensor(segment.prompts, device=query.device)
         bias = None if scoring.bias is None else self._biased(segment, layer, scoring.bias, slots)
-        heads, width = seen.keys[0].shape[1], query.shape[3]
+        heads, width = keys[0].shape[1], query.shape[3]
         step, mixed = max(1, SCORE_ELEMENTS // (heads * slots * width)), []
         for start in range(0, len(query), step):
             rows = slice(start, start + step)
             laid = []
-            for parts in (seen.keys, seen.values):
+            for parts in (keys, values):
                 whole = torch.cat([parts[0].index_select(0, prompt_B[rows]), *(part[rows] for part in parts[1:])], 2)
                 index = place_BK[rows, None, :, None].expand(-1, heads, -1, whole.shape[3])
                 laid.append(as_floats(whole.gather(2, index), query.dtype))
@@ -243,11 +248,12 @@ class Reading:
             visible = visible & (place > now_BN[:, :, None] - window)
         return found.clamp_min(0), visible
 
-    def _seen_by(
-        self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None, bias: nn.Module | None
-    ) -> _Seen:
-        """Gives what one segment attends to: prompts, suffixes and tokens that are in neither yet."""
-        state, block, used = self.state, segment.block, self._used(segment, layer)
+    def _held_by(
+        self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Gives keys and values that one segment attends to: prompts', suffixes' and those that are in neither yet."""
+        state, block = self.state, segment.block
+        used = self._used(segment, state.slots_of(layer))
         keys, values = [block.keys[layer]], [block.values[layer]]
         if used:
             keys.append(_rows_of(state.keys[layer], segment)[:, :, :used])
@@ -255,8 +261,7 @@ class Reading:
         if new is not None:
             keys.append(_rows_of(new[0], segment))
             values.append(_rows_of(new[1], segment))
-        hidden = self._hidden_keys(segment, layer)
-        return _Seen(keys, values, hidden, None if bias is None else self._biased(segment, layer, bias))
+        return keys, values
 
     def _attend_all(self, segment: Segment, query: Tensor, seen: _Seen, scoring: Scoring) -> Tensor:
         """Attends a few key/value heads at a time, and a few tokens where those of one head have too many scores."""
@@ -277,11 +282,11 @@ class Reading:
             mixed.append(_joined(pieces, 1))
         return _joined(mixed, 3).flatten(1, 2)
 
-    def _used(self, segment: Segment, layer: int) -> int:
-        """Slots of a segment's suffixes that hold anything, this step's token included if it was written first."""
+    def _used(self, segment: Segment, slots: int) -> int:
+        """Counts slots of a segment's suffixes that hold anything, this step's token if it was written first."""
         state = self.state
-        written = max(state.lengths[row] for row in segment.rows) + (1 if self.counts is None else 0)
-        return min(written, state.slots_of(layer)) if state.keys or self.counts is None else 0
+        written = max(state.lengths[segment.rows.start : segment.rows.stop]) + (1 if self.counts is None else 0)
+        return min(written, slots) if state.keys or self.counts is None else 0
 
     @_once
     def _hidden_keys(self, segment: Segment, layer: int) -> Tensor | None:
@@ -307,16 +312,17 @@ class Reading:
 
     def _places(self, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
         """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
-        state, block, used = self.state, segment.block, self._used(segment, layer)
+        state, block, ring = self.state, segment.block, self.state.slots_of(layer)
+        used = self._used(segment, ring)
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
-        prompt_B1, length_B1, _ = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
+        prompt_B1, length_B1, first_B1 = state.counts[:, segment.rows.start : segment.rows.stop, None].unbind(0)
         dropped_B1 = state.constant(tuple(dropped)) if any(dropped) else 0
-        now_BN = self.positions[segment.rows.start : segment.rows.stop]
+        now_BN = self._from(first_B1)
         place_BL = dropped_B1 + torch.arange(block.keys[layer].shape[2], device=state.device)
         places = [torch.where((place_BL >= 0) & (place_BL < prompt_B1), place_BL, -1)]
         if used:
-            # A ring of so many slots: slot s holds the last token written there.
-            ring, last_B1 = state.slots_of(layer), length_B1 - (0 if self.counts is None else 1)
+            last_B1 = length_B1 - (0 if self.counts is None else 1)
+            # slot s of the ring holds the last token written there
             token_BS = last_B1 - (last_B1 - torch.arange(used, device=state.device)) % ring
             places.append(torch.where(token_BS >= 0, prompt_B1 + token_BS, -1))
         if self.counts is not None:
@@ -344,7 +350,7 @@ class Reading:
 
     def _is_plain(self, segment: Segment, layer: int) -> bool:
         """Whether one token is read by rows alike, whose keys are all their tokens in order."""
-        width, used = segment.block.keys[layer].shape[2], self._used(segment, layer)
+        width, used = segment.block.keys[layer].shape[2], self._used(segment, self.state.slots_of(layer))
         alike = self._hidden_keys(segment, layer) is None and self.counts is None
         return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
 

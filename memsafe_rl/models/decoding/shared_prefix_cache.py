@@ -298,13 +298,9 @@ class SharedPrefixState:
             self._refill([before])
         for block in self.prompt_blocks():
             if not block.stays_whole:
-                block.trim(self.windows, self._least_drawn(block))
-
-    def _least_drawn(self, block: PromptBlock) -> int:
-        """Fewest tokens that a row of these prompts has behind its whole prompt."""
-        rows = zip(self.origins, self.lengths, strict=True)
-        drawn = (origin.base + more - block.lengths[origin.prompt] for origin, more in rows if origin.block is block)
-        return max(0, min(drawn))
+                rows = [row for row in zip(self.origins, self.lengths, strict=True) if row[0].block is block]
+                drawn = min(origin.base + more - block.lengths[origin.prompt] for origin, more in rows)
+                block.trim(self.windows, max(0, drawn))  # the fewest tokens that a row has behind its whole prompt
 
     def replace_prompt(self, block: PromptBlock) -> None:
         """Has every row follow the only prompt of another block."""

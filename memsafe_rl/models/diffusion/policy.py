@@ -10,23 +10,25 @@ condition, ``D`` their width; ``...`` stands for the axes of a state.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.models.diffusion.condition_cache import prompt_key
 from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
 
 EMBEDDING_CACHE_BYTES = 256 * 2**20
 """Host memory that embedded prompts may take; the least recently used ones are embedded again."""
+_PLAIN = (type(None), str, bytes, int, float, bool)
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -411,3 +413,24 @@ def _joined(first: Condition, second: Condition) -> Condition:
         torch.cat([first.mask_ML, second.mask_ML]),
         None if first.elements is None else torch.cat([first.elements, first.elements]),
     )
+
+
+def prompt_key(prompt: Any) -> Hashable | None:
+    """Gives what two prompts share exactly if they are the same by value."""
+    kind = type(prompt)
+    if kind in _PLAIN:
+        return kind.__name__, repr(prompt)
+    if kind is Tensor and prompt.layout is torch.strided and not prompt.is_quantized:
+        flat = prompt.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+        return "tensor", tuple(prompt.shape), str(prompt.dtype), _digest(flat.view(torch.uint8).numpy().tobytes())
+    if (kind is np.ndarray or isinstance(prompt, np.generic)) and not prompt.dtype.hasobject:
+        return kind.__name__, prompt.shape, str(prompt.dtype), _digest(prompt.tobytes())
+    if kind in (list, tuple, dict):
+        parts = [part for item in prompt.items() for part in item] if kind is dict else prompt
+        keys = tuple(prompt_key(part) for part in parts)
+        return None if None in keys else (kind.__name__, keys)
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -33,9 +33,9 @@ from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import RowCache, SharedPrefixCache, SharedPrefixState, SourceMarks
 from memsafe_rl.models.geometry import read_geometry
-from memsafe_rl.models.host_weights import HostWeights
+from memsafe_rl.models.host_weights import host_weights_of
 from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, mend_attention, replaced
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import (
     CACHE_SCALE_BYTES,
     Component,
@@ -121,7 +121,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
-        self.host_weights = HostWeights.of(lm)
+        self.host_weights = host_weights_of(lm)
         mend_attention()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
@@ -147,7 +147,7 @@ class LanguageAdapter(ModelAdapter, ABC):
             return cast(PaddedState, state).read(tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        plain = fixed_tiles_on() or self._mode
+        plain = FIXED_TILES.get() or self._mode
         with nullcontext() if plain else short_norms(self._norms, rows.constants):
             hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
         rows.advance()
@@ -173,7 +173,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     @property
     def _mode(self) -> str | None:
         """The mode in which a step runs compiled, where a plan asks for it and fixed tiles do not forbid it."""
-        return None if MODE.get() is None or fixed_tiles_on() else mode_in_force()
+        return None if MODE.get() is None or FIXED_TILES.get() else mode_in_force()
 
     @property
     def attends_eagerly(self) -> bool:
@@ -210,7 +210,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
-        self.host_weights = HostWeights.of(self.lm)
+        self.host_weights = host_weights_of(self.lm)
         self._geometries.clear()
 
     @in_its_numerics
@@ -234,9 +234,9 @@ class LanguageAdapter(ModelAdapter, ABC):
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         if self.path.route is Route.WHOLE and not packed:
             logits_MV = self.row_logits(self.lm, trajectory, rows)
-            return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, fixed_tiles_on())
+            return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, FIXED_TILES.get())
         hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), fixed_tiles_on())
+        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), FIXED_TILES.get())
 
     def decode_plainly(
         self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -47,7 +47,7 @@ from memsafe_rl.models.language.packing import (
     padded_layout,
 )
 from memsafe_rl.models.routing import Routers
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,8 @@ class CausalLMAdapter(LanguageAdapter):
             lm,
             pad_token_id=pad_token_id,
             routes=routes,
-            joins=_can_share_prompts(routes, accepted),
+            # whether the structure allows a shared-prefix cache; the check at start tells whether the model agrees
+            joins=Route.LEAN in routes and "position_ids" in accepted,
             reference_model=reference_model,
             inputs=self.inputs,
         )
@@ -138,7 +139,7 @@ class CausalLMAdapter(LanguageAdapter):
         Where every row has the bits that it would have alone, what follows reads it for itself.
         """
         with self.numerics():
-            apart = fixed_tiles_on()
+            apart = FIXED_TILES.get()
         if apart:
             yield
             return
@@ -253,11 +254,6 @@ class CausalLMAdapter(LanguageAdapter):
         ):
             output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
-
-
-def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:
-    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
-    return Route.LEAN in routes and "position_ids" in accepted
 
 
 def check_head(adapter: CausalLMAdapter) -> None:

@@ -29,7 +29,7 @@ from transformers.modeling_utils import AttentionInterface
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
 from memsafe_rl.models.module_state import implementation
-from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.prefix_tree import Node, branches_of, fork, grow
 from memsafe_rl.types import Trajectory
 
@@ -317,7 +317,7 @@ def packed_attention(
     layer, window = _window(module, scope[1], options.get("sliding_window"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = _Call(scope[1], scale, options.get("softcap"), window, layer)
-    by_row = fixed_tiles_on()  # there each keeps its own type, as where rows are read alone or decoded
+    by_row = FIXED_TILES.get()  # there each keeps its own type, as where rows are read alone or decoded
     typed = (query, key, value) if by_row else _of_one_type(query, key, value)
     parts = [part.transpose(1, 2).flatten(0, 1) for part in typed]
     attention = _AttentionByRow if by_row else _Attention

@@ -22,8 +22,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
-from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine
-from memsafe_rl.rollout.external.kv_pool import pool_for
+from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, pool_for
 from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, quiet, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 

@@ -15,8 +15,7 @@ from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, register_engine
-from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalEngine, Row, seed_of
-from memsafe_rl.rollout.external.kv_pool import Pool, pool_for
+from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalEngine, Pool, Row, pool_for, seed_of
 from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     completion_of,

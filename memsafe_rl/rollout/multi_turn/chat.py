@@ -148,14 +148,7 @@ def encodable(value: Any) -> Any:
 
 
 def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Turns OpenAI's messages into those of chat templates.
-
-    Args:
-        messages: with contents in parts, tool calls with arguments as JSON, and ids.
-
-    Returns:
-        Messages whose contents are text, whose calls have arguments by name, and whose results name their tool.
-    """
+    """Turns OpenAI's messages into those of chat templates: text, arguments by name, results that name their tool."""
     called: dict[Any, str] = {}
     found = []
     for message in messages:

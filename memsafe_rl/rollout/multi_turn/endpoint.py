@@ -84,12 +84,7 @@ class Mailbox:
         """Gives the request to wait for: this one, or an earlier one that it repeats.
 
         An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
-        is still under way or never reached it, or where it says so; where it gives keys, they alone tell.
-
-        Args:
-            request: as it came.
-            key: what the client calls it by, the same when it is sent again; empty for nothing.
-            again: whether the client sends it again, as it says itself; None where it says nothing.
+        is still under way or never reached it, or where it says so by ``again``; where it gives keys, they alone tell.
         """
         with self._changed:
             if key and key in self._keyed:
@@ -287,17 +282,7 @@ def _parsed(raw: bytes) -> Mapping[str, Any]:
 
 
 def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """Reads a request in OpenAI's form.
-
-    Args:
-        body: of the request.
-
-    Returns:
-        What is asked for, in the form of chat templates.
-
-    Raises:
-        RefusedError: it asks for what a turn of an episode cannot be, or has no messages.
-    """
+    """Reads a request in OpenAI's form; refuses one for what a turn of an episode cannot be, or without messages."""
     messages, count = body.get("messages"), body.get("n")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "messages is no list of messages.")
@@ -339,16 +324,7 @@ def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:
-    """Writes an answered request in OpenAI's form.
-
-    Args:
-        request: with the turn that was drawn.
-        model: name that the agent calls the model by.
-        with_logprobs: whether log-probs are written besides.
-
-    Returns:
-        A chat completion; ``token_ids`` of its choice and ``prompt_token_ids`` are the ids that were drawn and read.
-    """
+    """Writes an answered request in OpenAI's form; its ``token_ids`` and ``prompt_token_ids`` are the true ids."""
     action = request.action
     assert action is not None, "an answered request has a turn"
     calls = [

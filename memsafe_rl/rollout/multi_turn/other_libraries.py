@@ -45,10 +45,8 @@ class GymEnvironment(Environment):
     blocking: bool = True
     _total = 0.0
 
-    @property
-    def name(self) -> str:
-        """Names the column of its rewards: the environment's class."""
-        return type(self.env).__name__
+    def __post_init__(self) -> None:
+        self.called = type(self.env).__name__
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
         """Begins an episode; the whole task is passed as `options`."""

@@ -116,9 +116,11 @@ class Environment(ABC):
         user: who answers when the agent calls no tool; None where `step` answers itself. Read after `reset`.
         tools: what the model is told it may call: functions, or JSON schemas.
         conversational: whether it speaks in messages even where the row's prompt is plain text.
+        called: what it is called where that is not its class, such as the class of what it plays.
     """
 
     blocking: bool = False
+    called: str = ""
     conversational: bool = False
     user: User | None = None
     tools: Sequence[Tool | Mapping[str, Any]] = ()
@@ -169,4 +171,4 @@ class Environment(ABC):
     @property
     def name(self) -> str:
         """Names the column of its rewards."""
-        return type(self).__name__
+        return self.called or type(self).__name__

@@ -123,13 +123,8 @@ class MethodEnvironment(Environment):
         refusal.when(not resets, "environment_factory/reset", kind=type(instance).__name__)
         self._calling = ToolEnvironment([*listed_tools(tools), *methods_of(instance)])
         self.tools = self._calling.tools
-        self.instance = instance
+        self.instance, self.called = instance, type(instance).__name__
         self.blocking = bool(getattr(instance, "blocking", False))
-
-    @property
-    def name(self) -> str:
-        """Names the column of its rewards: the class of the instance."""
-        return type(self.instance).__name__
 
     def reset(self, example: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Begins an episode."""

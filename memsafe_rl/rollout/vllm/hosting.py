@@ -20,7 +20,7 @@ from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.rollout import refusal
-from memsafe_rl.rollout.external.kv_pool import Pool
+from memsafe_rl.rollout.external.function_engine import Pool
 from memsafe_rl.rollout.external.sampling_support import quiet
 
 PACKAGE = "vllm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.config.grpo import RLOOConfig
+from memsafe_rl.config.objectives import Objective
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import Component, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import AdvantageResult, Component, Ragged, Trajectory, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
@@ -86,6 +88,45 @@ class GroupAdvantages:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Has nothing to restore."""
+
+
+# ------------------------------------------------------------------ by groups, for each objective
+
+
+def judge(
+    rewards_BF: Tensor,
+    names: Sequence[str],
+    weights_F: Tensor,
+    objectives: Sequence[Objective],
+    estimate: Callable[[Tensor, Tensor], AdvantageResult],
+) -> AdvantageResult:
+    """Judges every row, for each objective by that objective's rewards alone."""
+    whole = estimate(rewards_BF, weights_F)
+    if not objectives:
+        return whole
+    columns = [[names.index(reward) for reward in objective.rewards] for objective in objectives]
+    parts = tuple(estimate(rewards_BF[:, chosen], weights_F[chosen]) for chosen in columns)
+    added_B = torch.stack([one.weight * part.advantages_B for one, part in zip(objectives, parts, strict=True)]).sum(0)
+    return replace(whole, advantages_B=added_B, objectives=parts)
+
+
+def objective_advantages(advantages: AdvantageResult) -> Tensor | None:
+    """Gives what `Trajectory.objective_advantages` holds."""
+    columns = [part.advantages_B.masked_fill(part.unscored_B, math.nan) for part in advantages.objectives]
+    return torch.stack(columns, 1) if columns else None
+
+
+def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult) -> dict[str, float]:
+    """Gives each objective's mean reward, and the share of rows that it scored."""
+    metrics = {}
+    for objective, part in zip(objectives, advantages.objectives, strict=True):
+        known = part.rewards_B[~part.unscored_B]
+        metrics[f"objectives/{objective.name}/reward"] = known.mean().item() if known.numel() else math.nan
+        metrics[f"objectives/{objective.name}/scored"] = known.numel() / max(1, part.rewards_B.numel())
+    return metrics
+
+
+# ------------------------------------------------------------------ beside groups
 
 
 def leave_one_out_advantages(config: RLOOConfig) -> GroupAdvantages:

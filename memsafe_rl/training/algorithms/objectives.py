@@ -17,42 +17,19 @@ from torch import Tensor
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
-from memsafe_rl.data.prompts import merge_orders
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.ops.merging import add_up, cosines, exact_factors, gram_matrix, merge_weights
+from memsafe_rl.slices import merge_orders
 from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
 from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
-from memsafe_rl.types import AdvantageResult, Denominators, Trajectory
+from memsafe_rl.types import Denominators, Trajectory
 
-# ------------------------------------------------------------------ advantages and rows
+# ------------------------------------------------------------------ rows
 
 if TYPE_CHECKING:
     from memsafe_rl.training.samples import Rollout
     from memsafe_rl.training.setup import TrainingSetup
-
-
-def judge(
-    rewards_BF: Tensor,
-    names: Sequence[str],
-    weights_F: Tensor,
-    objectives: Sequence[Objective],
-    estimate: Callable[[Tensor, Tensor], AdvantageResult],
-) -> AdvantageResult:
-    """Judges every row, for each objective by that objective's rewards alone."""
-    whole = estimate(rewards_BF, weights_F)
-    if not objectives:
-        return whole
-    columns = [[names.index(reward) for reward in objective.rewards] for objective in objectives]
-    parts = tuple(estimate(rewards_BF[:, chosen], weights_F[chosen]) for chosen in columns)
-    added_B = torch.stack([one.weight * part.advantages_B for one, part in zip(objectives, parts, strict=True)]).sum(0)
-    return replace(whole, advantages_B=added_B, objectives=parts)
-
-
-def objective_advantages(advantages: AdvantageResult) -> Tensor | None:
-    """Gives what `Trajectory.objective_advantages` holds."""
-    columns = [part.advantages_B.masked_fill(part.unscored_B, math.nan) for part in advantages.objectives]
-    return torch.stack(columns, 1) if columns else None
 
 
 def scored_rows(trajectory: Trajectory, index: int, rows: Sequence[int]) -> list[int]:
@@ -114,16 +91,6 @@ def steered(control: BetaControl, objective: Objective, kl: float) -> BetaContro
 
 
 # ------------------------------------------------------------------ what is logged
-
-
-def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult) -> dict[str, float]:
-    """Gives each objective's mean reward, and the share of rows that it scored."""
-    metrics = {}
-    for objective, part in zip(objectives, advantages.objectives, strict=True):
-        known = part.rewards_B[~part.unscored_B]
-        metrics[f"objectives/{objective.name}/reward"] = known.mean().item() if known.numel() else math.nan
-        metrics[f"objectives/{objective.name}/scored"] = known.numel() / max(1, part.rewards_B.numel())
-    return metrics
 
 
 def gradient_metrics(

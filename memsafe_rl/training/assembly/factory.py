@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -213,7 +214,8 @@ def build_setup(
     )
     if config.sharded and isinstance(machine.parallel, Replicas):
         setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
-    machine.holdings.networks, machine.holdings.resident_blocks = setup.networks, lambda: adapter.host_weights.resident
+    machine.holdings.networks = setup.networks
+    machine.holdings.resident_blocks = partial(attrgetter("host_weights.resident"), adapter)
     return setup
 
 

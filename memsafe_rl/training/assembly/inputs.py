@@ -42,7 +42,8 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
     wanted: type[TrainerConfig] = trainer.config_class
     name = trainer.__name__
     if args is None:
-        return wanted(output_dir=f"{_name_of(model)}-{name.removesuffix('Trainer')}")
+        of = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+        return wanted(output_dir=f"{str(of or 'model').rstrip('/').split('/')[-1]}-{name.removesuffix('Trainer')}")
     if not isinstance(args, wanted):
         kind = f"{type(args).__module__}.{type(args).__name__}"
         raise refusal("args", kind=kind, wanted=wanted.__name__, trainer=name)
@@ -225,8 +226,3 @@ def check_sampler(config: TrainerConfig, *, is_external: bool) -> None:
     refusal.when(rejection is not None, "sampler_rejection", value=rejection, loss=loss.name)
     by_sequence = config.vllm_importance_sampling_correction and mode.startswith("sequence")
     refusal.when(by_sequence, "vllm_importance_sampling_mode", mode=mode, loss=loss.name)
-
-
-def _name_of(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-    return str(name).rstrip("/").split("/")[-1]

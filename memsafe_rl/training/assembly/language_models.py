@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.generation_options import say_what_is_left_out
 from memsafe_rl.data.image_reader import ImagePromptReader
-from memsafe_rl.data.images import hollow
-from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer
+from memsafe_rl.data.prompts import PromptReader, Prompts, PromptTokenizer, hollow
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.batch_invariance import is_default, require
 from memsafe_rl.models.critic import Critic, OwnModel, SecondAdapter, SharedTrunk

@@ -18,10 +18,12 @@ from transformers import Trainer, get_scheduler
 from memsafe_rl.accounting import charge, device_type_of
 from memsafe_rl.memory.runtime.tracker import optimizer_tensors
 from memsafe_rl.training import failure, refusal
-from memsafe_rl.training.optim.half_weights import ClipFactors, HalfWeights, LocalParts
 from memsafe_rl.training.optim.state import (
+    ClipFactors,
+    LocalParts,
     OptimizerOffload,
     Snapshot,
+    SteppedWeights,
     make_missing_state,
     ready_scalars,
     steps_without_allocating,
@@ -69,9 +71,9 @@ def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Modu
 _WHERE = {"model": "model", "critic": "critic.beside"}
 
 
-def build_optimizer(model: nn.Module, config: Any, half: HalfWeights | None = None) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: Any, half: SteppedWeights | None = None) -> torch.optim.Optimizer:
     """Makes the optimizer that `optim` names, with weight decay on everything but biases and norms."""
-    half = half or HalfWeights(LocalParts(trained_parameters(model)))
+    half = half or SteppedWeights(LocalParts(trained_parameters(model)))
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     trained = [(name, half.stepped(weight)) for name, weight in model.named_parameters() if weight.requires_grad]
     groups = [
@@ -130,14 +132,14 @@ class Committer:
         max_grad_norm: float,
         scaler: torch.amp.GradScaler | None,
         warmup_steps: int = 0,
-        half: HalfWeights | None = None,
+        half: SteppedWeights | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.warmup_steps = warmup_steps
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         weights = trained_parameters(model)
-        self.half = half or HalfWeights(LocalParts(weights))
+        self.half = half or SteppedWeights(LocalParts(weights))
         self.parameters = self.half.parts.parameters
         self.stepped = [self.half.stepped(weight) for weight in weights]
         self._max_grad_norm = max_grad_norm
@@ -177,11 +179,13 @@ class Committer:
     def park(self) -> None:
         """Moves the optimizer's state to host memory; may be repeated."""
         self._parking.park()
-        self.half.wide.park()
+        for wide in self.half.wide:
+            wide.park()
 
     def unpark(self) -> None:
         """Moves optimizer state that `park` sent to the host back to its device; may be repeated."""
-        self.half.wide.unpark()
+        for wide in self.half.wide:
+            wide.unpark()
         self._parking.unpark()
 
     def drop_gradients(self) -> None:
@@ -259,8 +263,8 @@ class Committer:
         if self.scaler is not None:
             self.scaler.load_state_dict(next_scale(measured.scale, overflowed=measured.overflowed))
         self._moving = False
-        if not measured.overflowed:
-            self.half.wide.committed()
+        for wide in () if measured.overflowed else self.half.wide:
+            wide.committed()
         self.drop_gradients()
 
     def roll_back(self) -> None:

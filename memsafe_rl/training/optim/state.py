@@ -1,21 +1,33 @@
-"""An optimizer's state: made before the first step, parked on the host, copied there so that a step can be undone."""
+"""What an optimizer steps on, and its state.
+
+State is made before the first step, parked on the host, and copied there so that a step can be undone. An optimizer
+steps on the trained weights themselves, on a rank's parts of divided ones, or on float32 numbers in place of halves.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from memsafe_rl.accounting import charge, host_memory
+from memsafe_rl.accounting import charge, host_memory, local_part
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
+from memsafe_rl.models.module_state import DividedPart, local_slice
 from memsafe_rl.types import Component
+
+if TYPE_CHECKING:
+    from memsafe_rl.training.optim.half_weights import MasterCopies, StochasticRounding
+
+ClipFactors = Mapping[tuple[torch.device, torch.dtype], Tensor]
+"""Scalars that clip a gradient, by its device and type; empty for no clipping."""
 
 Group = Mapping[str, Any]
 Makers = dict[str, Callable[[], Tensor]]
@@ -28,6 +40,9 @@ _KNOWN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 """Optimizers with a step that allocates nothing: exactly these, since a child may differ."""
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+_ALIGNMENT = 64
+"""Elements; where a tensor may begin in a buffer, so that vectorised kernels cut it as they cut a tensor of its own."""
 
 _LEAST_BYTES = 4096
 """Bytes under which a tensor, such as a count of steps or a table of 256 numbers, is not worth a transfer."""
@@ -263,3 +278,211 @@ def _remember_parts(value: Any, parts: Mapping[Any, Restore]) -> Restore:
         return value
 
     return restore
+
+
+# ------------------------------------------------------------------ parts of divided weights
+
+Change = Callable[[Any, nn.Parameter], Any]
+"""What is made of a value that is kept for a part."""
+
+
+class LocalParts:
+    """The trained weights as an optimizer steps on them: their parts where they are divided, else themselves.
+
+    Kernels, float32 copies and copies on the host take plain tensors; a part shares its memory with its weight.
+    """
+
+    def __init__(self, weights: Sequence[nn.Parameter]) -> None:
+        self.parameters = [_part_of(weight) for weight in weights]
+        pairs = list(zip(weights, self.parameters, strict=True))
+        self.whole = [part for weight, part in pairs if part is weight]  # those that no other rank has a part of
+        self._divided = [(weight, part) for weight, part in pairs if part is not weight]
+        self._part_of = {id(weight): part for weight, part in self._divided}
+        self._weight_of = {id(part): weight for weight, part in self._divided}
+
+    def of(self, weight: nn.Parameter) -> nn.Parameter:
+        """Gives what stands for a weight."""
+        return self._part_of.get(id(weight), weight)
+
+    def take_gradients(self) -> None:
+        """Gives the parts their gradients, which lie in the weights; may be repeated."""
+        for weight, part in self._divided:
+            part.grad = None if weight.grad is None else local_part(weight.grad)
+
+    def drop_gradients(self) -> None:
+        """Frees all gradients."""
+        for weight, part in self._divided:
+            weight.grad = part.grad = None
+        for weight in self.whole:
+            weight.grad = None
+
+    def marked(self, value: Any, part: nn.Parameter) -> Any:
+        """Marks what is kept for a part, element by element, as the part of something whole."""
+        divided = id(part) in self._weight_of and isinstance(value, Tensor) and value.shape == part.shape
+        return DividedPart(value) if divided else value
+
+    def cut(self, value: Any, part: nn.Parameter) -> Any:
+        """Cuts out of what is kept for a whole weight what this rank holds of it."""
+        weight = self._weight_of.get(id(part))
+        fits = weight is not None and isinstance(value, Tensor) and value.shape == weight.shape
+        return local_slice(value, weight) if weight is not None and fits else value
+
+    def each(self, state: Mapping[str, Any], parts: Sequence[nn.Parameter], change: Change) -> dict[str, Any]:
+        """Marks or cuts, by `marked` or `cut`, an optimizer's state of these parts in its order."""
+        kept = {
+            index: {name: change(value, parts[index]) for name, value in entries.items()}
+            for index, entries in state["state"].items()
+        }
+        return {**state, "state": kept}
+
+
+def _part_of(weight: nn.Parameter) -> nn.Parameter:
+    local = local_part(weight)
+    return weight if local is weight else nn.Parameter(local, requires_grad=weight.requires_grad)
+
+
+# ------------------------------------------------------------------ what is stepped on
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors are stepped together, and where they lie in a buffer that is used again by each chunk."""
+
+    chunks: tuple[range, ...]  # tensors of each chunk, by place
+    offsets: tuple[int, ...]  # where each tensor begins, in elements
+    elements: int  # of the buffer: as many as the largest tensor has
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Layout:
+        """Fills chunks in order, each as far as the largest tensor reaches."""
+        room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        most, starts, offsets, used = max(room, default=0), [0], list[int](), 0
+        for place, size in enumerate(room):
+            if used + size > most:
+                starts.append(place)
+                used = 0
+            offsets.append(used)
+            used += size
+        chunks = zip(starts, [*starts[1:], len(room)], strict=True) if room else ()
+        return cls(tuple(range(start, stop) for start, stop in chunks), tuple(offsets), most)
+
+    def views(self, buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Cuts a buffer into the tensors' shapes; those of different chunks overlap."""
+        return [
+            buffer[start : start + tensor.numel()].view(tensor.shape)
+            for start, tensor in zip(self.offsets, tensors, strict=True)
+        ]
+
+
+class SteppedWeights:
+    """Steps an optimizer, on float32 numbers where weights are held in half precision and such were asked for.
+
+    Gradients stay in the weights' type until the step, in which those of one chunk at a time are widened and clipped
+    in float32. What a step takes besides is a buffer of the largest tensor, from `open` to `close`.
+    """
+
+    def __init__(
+        self,
+        parts: LocalParts,
+        half: Sequence[nn.Parameter] = (),  # those of them that are stepped on by stand-ins
+        wide: MasterCopies | StochasticRounding | None = None,  # which hold these; None where there are none
+    ) -> None:
+        self.parts = parts
+        self._half, self._wide = list(half), wide
+        self.wide = () if wide is None else (wide,)  # to be parked and told of commits
+        pairs = [] if wide is None else list(zip(half, wide.parameters, strict=True))
+        self._parts = {id(other): weight for weight, other in pairs}
+        self._stand_ins = {id(weight): other for weight, other in pairs}
+        self.plain = [weight for weight in parts.parameters if id(weight) not in self._stand_ins]  # stepped on directly
+        self._layout = Layout.of([weight.numel() for weight in half])
+        self._buffer: Tensor | None = None
+
+    @property
+    def replaces_any(self) -> bool:
+        """Whether the optimizer holds other parameters than the model."""
+        return bool(self._half)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes that a step takes besides, but for a few."""
+        return 0 if self._wide is None else self._layout.elements * self._wide.scratch_bytes
+
+    def stepped(self, weight: nn.Parameter) -> nn.Parameter:
+        """Gives what the optimizer holds for a weight."""
+        part = self.parts.of(weight)
+        return self._stand_ins.get(id(part), part)
+
+    def part_of(self, stepped: nn.Parameter) -> nn.Parameter:
+        """Gives the part of a weight for which the optimizer holds a parameter."""
+        return self._parts.get(id(stepped), stepped)
+
+    def open(self) -> None:
+        """Takes what a step needs besides, so that the step itself allocates nothing; may be repeated."""
+        if self._wide is not None:
+            with charge(Component.OPTIMIZER):
+                device = self._half[0].device
+                self._buffer = torch.empty(self._layout.elements, dtype=torch.float32, device=device)
+                self._wide.open(self._layout)
+
+    def step(self, optimizer: torch.optim.Optimizer, factors: ClipFactors) -> None:
+        """Moves all weights by their gradients, which are clipped already where a weight has no stand-in.
+
+        The optimizer holds what `stepped` gives; its steps on some parameters must not depend on the others.
+        """
+        wide = self._wide
+        if self.plain or wide is None:
+            optimizer.step()
+        if wide is None:
+            return
+        assert self._buffer is not None, "nothing was opened for the step"
+        for weight in self.plain:
+            weight.grad = None  # stepped on already
+        factor = factors.get((self._buffer.device, torch.float32))
+        gradients = self._layout.views(self._buffer, self._half)
+        for chunk in self._layout.chunks:
+            wide.load(chunk)
+            for place in chunk:
+                gradients[place].copy_(self._half[place].grad)  # type: ignore[arg-type]  # the gradients are complete
+                if factor is not None:
+                    gradients[place].mul_(factor)
+                wide.parameters[place].grad = gradients[place]
+            optimizer.step()
+            for place in chunk:
+                wide.parameters[place].grad = None
+            wide.write(chunk)
+
+    def undone(self) -> None:
+        """Notes that a step was undone, in whichever chunk it broke off."""
+        if self._wide is not None:
+            for parameter in self._wide.parameters:
+                parameter.grad = None
+            self._wide.undone()
+
+    def close(self) -> None:
+        """Gives back what `open` took; may be repeated."""
+        self._buffer = None
+        if self._wide is not None:
+            self._wide.close()
+
+    def tensors(self) -> list[Tensor]:
+        """Gives what is held for the stand-ins now."""
+        held = [] if self._wide is None else self._wide.tensors()
+        return held if self._buffer is None else [*held, self._buffer]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives an entry for checkpoints; none where every weight is stepped on directly."""
+        if self._wide is None:
+            return {}
+        state = self._wide.state_dict()
+        return {"master_weights": {**state, **self._copies(state, self.parts.marked)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` gave, once the weights are what they were; may be repeated."""
+        if self._wide is not None:
+            saved = state.get("master_weights", {})
+            self._wide.load_state_dict({**saved, **self._copies(saved, self.parts.cut)})
+
+    def _copies(self, state: Mapping[str, Any], change: Callable[[Any, nn.Parameter], Any]) -> dict[str, Any]:
+        """Changes the float32 copies in a state, where it has any."""
+        copies = zip(state["copies"], self._half, strict=True) if "copies" in state else None
+        return {} if copies is None else {"copies": [change(copied, part) for copied, part in copies]}

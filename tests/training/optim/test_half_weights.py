@@ -18,15 +18,9 @@ from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.ppo import PPOTrainer
-from memsafe_rl.training.optim.half_weights import (
-    HalfWeights,
-    Layout,
-    LocalParts,
-    MasterCopies,
-    StochasticRounding,
-    half_weights_for,
-)
+from memsafe_rl.training.optim.half_weights import StochasticRounding, half_weights_for
 from memsafe_rl.training.optim.optimizer import Committer, build_optimizer
+from memsafe_rl.training.optim.state import Layout, LocalParts, SteppedWeights
 from memsafe_rl.types import Component
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
@@ -470,8 +464,8 @@ def test_a_device_without_room_for_copies_is_refused_with_remedies(tmp_path: Pat
     assert caught.value.failure is not None
 
 
-def test_copies_alone_are_the_identity() -> None:
-    half = HalfWeights(LocalParts([]), (), MasterCopies(()))
+def test_weights_without_stand_ins_are_the_identity() -> None:
+    half = SteppedWeights(LocalParts([]))
     half.open()
     half.close()
     assert (half.state_dict(), half.tensors(), half.scratch_bytes, half.replaces_any) == ({}, [], 0, False)

@@ -1,0 +1,93 @@
+"""A run of one process, whose weights lie whole: what several ranks do between them changes nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import call
+from typing import Any, TypeVar
+
+from torch import nn
+
+from memsafe_rl.types import Component
+
+T = TypeVar("T")
+Run = Callable[[Callable[[], Any]], Any]
+Repeat = Callable[..., Any]
+"""Runs a stage, `(stage, function, *values)`, until it fits; `Recovery.repeat` is one."""
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """A run of one process, or one rank of several on which a dry run stands for all."""
+
+    # ranks that share each component; empty where everything is whole
+    parts: Mapping[Component, int] = field(default_factory=dict)
+    world_size: int = 1  # processes
+    rank: int = 0  # index of this one
+    is_main: bool = True  # whether this one writes logs and checkpoints
+
+    def share(self, count: int) -> range:
+        """Gives all rows."""
+        return range(count)
+
+    def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:  # noqa: ARG002
+        """Gives all rows."""
+        return list(rows)
+
+    def gather(self, items: list[T]) -> list[T]:
+        """Gives the items back."""
+        return items
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Leaves gradients as they are."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def fail(self, reason: str) -> None:
+        """Informs nobody."""
+
+    def local_bytes(self, component: Component, size_bytes: int) -> int:
+        """Divides the bytes by the ranks that share the component, rounded up."""
+        return -(-size_bytes // self.parts.get(component, 1))
+
+
+class WholeWeights:
+    """Weights that lie whole on every rank."""
+
+    divided = False  # whether ranks share the weights
+
+    def __init__(self, *, in_rounds: bool = False) -> None:
+        self.in_rounds = in_rounds  # whether micro-batches share nothing, as in the rounds that are foreseen
+
+    @contextmanager
+    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
+        """Changes nothing: the weights are whole."""
+        yield
+
+    def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
+        """Gives what runs a network's forward: nothing besides."""
+        return call
+
+    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+        """Gives this rank's micro-batches."""
+        yield from micro_batches
+
+    def leave_round(self, repeat: Repeat) -> None:
+        """Returns at once: a failure concerns nobody else."""
+
+    def finish_round(self, repeat: Repeat) -> None:
+        """Returns at once: nobody waits."""
+
+    def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
+        """Gives None: each rank can measure its gradients alone."""
+        return None
+
+    def on_main(self, value: T) -> T:
+        """Gives back what a checkpoint holds."""
+        return value
+
+
+WHOLE = WholeWeights()
