@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, T5Config, T5ForCondi
 from benchmarks.forecast_error import beside
 from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer
-from memsafe_rl import GRPOTrainer
+from memsafe_rl import FixedPolicy, GRPOTrainer, UpdatePlan
 from tests.parallel.test_ranks import run_ranks, set_up_rank
 from tests.preflight.beside import alternating, config_for
 
@@ -43,6 +43,8 @@ CASES: dict[str, dict[str, Any]] = {
     "many blocks": {"vocab_size": 500, "num_hidden_layers": 8},
     "reference": {"vocab_size": 1000, "beta": 0.1},
     "activations kept": {"vocab_size": 1000, "num_hidden_layers": 3, "tokens": 96, "checkpointing": False},
+    "added up once a step": {"vocab_size": 2000, "num_hidden_layers": 6, "reduce_each": False},
+    "added up once a step, untied head": {"vocab_size": 2000, "tie_word_embeddings": False, "reduce_each": False},
     "T5": {"vocab_size": 2000, "t5": True},
     "T5, LoRA": {"vocab_size": 2000, "t5": True, "lora": 16},
     "T5, activations kept": {"vocab_size": 1000, "t5": True, "tokens": 96, "checkpointing": False},
@@ -87,6 +89,7 @@ def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
         fsdp="full_shard",
         alarms=False,
     )
+    once = FixedPolicy(update=UpdatePlan(micro_batch_tokens=120, checkpointing=True, reduce_each=False))
     prompts = [f"{index:02d}".ljust(24, ".") for index in range(16)]
     return GRPOTrainer(
         str(folder / "model"),
@@ -94,6 +97,7 @@ def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
         config,
         Dataset.from_dict({"prompt": prompts}),
         processing_class=byte_tokenizer(),
+        memory_policy=None if case.get("reduce_each", True) else once,
         peft_config=LoraConfig(r=case["lora"], target_modules="all-linear") if "lora" in case else None,
     )
 

@@ -196,6 +196,8 @@ class UpdateWork:
     gradients_aside: int = 0  # whole gradients, of other objectives, that will be held beside this step's last one
     # index of each row's prompt where an encoder reads it, once for all rows that share it; else empty
     sources: tuple[int, ...] = ()
+    # int, bytes of whole gradients as ranks add them up, of which each keeps its part; 0 where gradients stay whole
+    whole_gradient_bytes: int = 0
 
     @cached_property  # a search asks for it of thousands of plans
     def least_tokens(self) -> int:
@@ -270,6 +272,8 @@ class UpdatePlan:
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
         resident_blocks: as in `RolloutPlan`.
+        reduce_each: of gradients that ranks divide, add up each micro-batch's at once and hold one rank's part; False
+            holds them whole and adds them up once a step, unless another rank's plan says True.
         compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the network's blocks; None for none.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
             "update/component" the part of a component. Empty when nothing was predicted.
@@ -283,6 +287,7 @@ class UpdatePlan:
     trajectory_device: str = "host"
     park_optimizer: bool = False
     resident_blocks: int | None = None
+    reduce_each: bool = True
     compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 

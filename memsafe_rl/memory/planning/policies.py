@@ -184,6 +184,7 @@ class AdaptivePolicy(MemoryPolicy):
             offload_activations=self.offload_activations,
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
+            reduce_each=not work.whole_gradient_bytes,
             compile=self.compile,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)

@@ -7,7 +7,8 @@ unit per block and one for the rest, the root:
 - a forward keeps a block's whole weights until its end, and the buffer they were gathered into until the next one's, or
   the end of the forward;
 - a backward keeps a block's whole weights and the buffer of the block before it, which is fetched ahead;
-- a block's whole gradients wait for its end, and the flat copy that is reduced for the next block's end;
+- a block's whole gradients wait for its end, and the flat copy that is reduced for the next block's end; where they are
+  added up once a step, all whole gradients wait for that, which goes unit by unit;
 - the root's whole weights stay from the first forward to the end of the backward; then its whole gradients are reduced.
 
 ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (``ds3_gather_for_generation``,
@@ -16,7 +17,8 @@ ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -69,6 +71,8 @@ class _Unit:
         own = list(weights)
         self.bytes = sum(weight.nbytes for weight in own)
         self.trained_bytes = sum(weight.nbytes for weight in own if weight.requires_grad)
+        # of its gradients as they are added up, in float32 or wider
+        self.reduced_bytes = sum(max(4, weight.itemsize) * weight.numel() for weight in own if weight.requires_grad)
 
 
 class Gathering:
@@ -78,6 +82,7 @@ class Gathering:
         self._ranks = ranks
         self._phases: list[Phase] = []
         self._held: dict[str, Tensor] = {}
+        self._whole: dict[str, _Unit] | None = None  # units whose gradients wait to be added up; None: none has to
         self._network_bytes = [_bytes_of(network.parameters()) for network in networks]
         self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
         self._roots = [self._divide(network) for network in networks]
@@ -114,6 +119,22 @@ class Gathering:
         self._phases.pop()
         self._held.clear()
 
+    @contextmanager
+    def reducing(self, each: bool) -> Iterator[None]:
+        """Stands for the rounds of a step, which add up the gradients of each micro-batch, or all at their end."""
+        self._held.clear()
+        self._hold("root", max(root.bytes for root in self._roots))
+        self._whole = None if each else {}
+        try:
+            yield
+            self._drop("root", "gradients", "buffer")
+            for name, unit in (self._whole or {}).items():
+                self._hold("gradients", unit.reduced_bytes)
+                self._drop(name)
+            self._drop("gradients")
+        finally:
+            self._whole = None
+
     # ------------------------------------------------------------------ blocks
 
     def _begins(self, units: Sequence[_Unit], place: int) -> Any:
@@ -147,14 +168,30 @@ class Gathering:
         unit = units[place]
         self._hold("block", unit.bytes)
         self._hold("ahead", units[place - 1].bytes if place else 0)
-        self._hold("gradients", self._rest(unit.trained_bytes) + unit.trained_bytes)
+        if self._whole is None:
+            self._hold("gradients", self._rest(unit.trained_bytes) + unit.reduced_bytes)
+        else:
+            self._keep(unit)
+
+    def _keep(self, unit: _Unit) -> None:
+        """Holds a unit's whole gradients until all are added up, and beside earlier wider ones those of a block."""
+        assert self._whole is not None, "gradients are added up at once"
+        name = f"gradients of {id(unit)}"
+        widened = name in self._held and unit.reduced_bytes > unit.trained_bytes
+        self._hold("gradients", unit.trained_bytes if widened else 0)
+        self._whole[name] = unit
+        self._hold(name, unit.reduced_bytes - -(-unit.trained_bytes // self._ranks))
 
     def _end_backward(self, first: _Unit) -> None:
         root = self._roots[0]
         self._drop("block", "ahead")
-        # The root's weights are gone when its gradients are copied to be reduced, and the part that stays is made.
-        reduced = 2 * root.trained_bytes + -(-root.trained_bytes // self._ranks)
-        self._hold("gradients", max(first.trained_bytes, reduced - root.bytes - root.trained_bytes))
+        if self._whole is not None:
+            self._drop("root's gradients")
+            self._keep(root)
+        else:
+            # The root's weights are gone when its gradients are copied to be reduced, and the part that stays is made.
+            reduced = root.reduced_bytes + -(-root.reduced_bytes // self._ranks)
+            self._hold("gradients", max(first.reduced_bytes, reduced - root.bytes))
 
     @property
     def _by_blocks(self) -> bool:
