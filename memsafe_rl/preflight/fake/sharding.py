@@ -104,7 +104,8 @@ class Gathering:
         for place, block in enumerate(blocks):
             for weight in block.parameters():
                 if weight.requires_grad:
-                    weight.register_post_accumulate_grad_hook(partial(self._arrive, units[place]))
+                    hook = partial(self._arrive, units[place])
+                    weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             block.register_forward_pre_hook(self._begins(units, place))
             block.register_forward_hook(self._ends(units, place))
         return _Unit(weight for weight in network.parameters() if id(weight) not in inside)
