@@ -18,6 +18,7 @@ import logging
 import os
 import sys
 import tempfile
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, T5Config, T5ForCondi
 from benchmarks.forecast_error import beside
 from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer
-from memsafe_rl import GRPOTrainer
+from memsafe_rl import AdaptivePolicy, GRPOTrainer, MemoryPolicy, RolloutPlan, UpdatePlan
+from memsafe_rl.memory.planning.search import with_prediction
+from memsafe_rl.types import MemoryFailure, MemoryState, RolloutWork, UpdateWork
 from tests.parallel.test_ranks import run_ranks, set_up_rank
 from tests.preflight.beside import alternating, config_for
 
@@ -50,7 +53,33 @@ CASES: dict[str, dict[str, Any]] = {
 PHASES = ("load", "rollout", "score", "update", "optimizer")
 MOST_LOW, MOST_HIGH = {phase: 0.03 if phase == "load" else 0.01 for phase in PHASES}, 0.06
 """The load's peak is a check, foreseen on a network of few blocks; a run's peak lies elsewhere."""
+ONCE = ", added up once a step"
 PATIENCE_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Reducing(MemoryPolicy):
+    """The default's plans, with gradients added up over ranks after each micro-batch, or once a step.
+
+    Args:
+        each: after each.
+        policy: the default.
+    """
+
+    each: bool
+    policy: MemoryPolicy
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        """Gives the default's plan."""
+        return self.policy.before_rollout(work, memory)
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        """Gives the default's plan, but for the moment at which gradients are added up."""
+        return with_prediction(replace(self.policy.before_update(work, memory), reduce_each=self.each), work, memory)
+
+    def after_oom(self, plan: Any, failure: MemoryFailure) -> Any:
+        """Gives the default's next plan."""
+        return self.policy.after_oom(plan, failure)
 
 
 def save_model(case: dict[str, Any], folder: Path) -> None:
@@ -76,17 +105,17 @@ def save_model(case: dict[str, Any], folder: Path) -> None:
     AutoModelForCausalLM.from_config(Qwen3Config(**width, **heads, **sizes)).save_pretrained(folder)
 
 
-def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
+def make_trainer(case: dict[str, Any], folder: Path, *, each: bool = True) -> GRPOTrainer:
     """Makes a rank's trainer of a case, which forecasts its run."""
     config = config_for(
         folder,
         per_device_train_batch_size=8,
         max_completion_length=case.get("tokens", 32),
         beta=case.get("beta", 0.0),
-        gradient_checkpointing=case.get("checkpointing", True),
         fsdp="full_shard",
         alarms=False,
     )
+    checkpointing = case.get("checkpointing", True)
     prompts = [f"{index:02d}".ljust(24, ".") for index in range(16)]
     return GRPOTrainer(
         str(folder / "model"),
@@ -94,6 +123,7 @@ def make_trainer(case: dict[str, Any], folder: Path) -> GRPOTrainer:
         config,
         Dataset.from_dict({"prompt": prompts}),
         processing_class=byte_tokenizer(),
+        memory_policy=Reducing(each, AdaptivePolicy(checkpointing=checkpointing)),
         peft_config=LoraConfig(r=case["lora"], target_modules="all-linear") if "lora" in case else None,
     )
 
@@ -102,7 +132,11 @@ def _rank(names: list[str], rank: int, port: int, folder: str) -> None:
     logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
     set_up_rank(rank, port)
     found = {
-        name: beside(name, partial(make_trainer, CASES[name], Path(folder) / name), on_device=False) for name in names
+        f"{name}{told}": beside(
+            name, partial(make_trainer, CASES[name], Path(folder) / name, each=not told), on_device=False
+        )
+        for name in names
+        for told in ("", ONCE)
     }
     torch.save(found, Path(folder) / f"{rank}.pt")
 
@@ -118,7 +152,7 @@ def main() -> None:
             save_model(CASES[name], Path(folder) / name / "model")
         ranks = run_ranks(partial(_rank, names), Path(folder), PATIENCE_SECONDS)
     table, fine = Table("network", "peak, MB", *PHASES, title="forecast of a rank, beside what it held"), True
-    for name in names:
+    for name in ranks[0]:
         found = max((one[name] for one in ranks), key=lambda one: one["held_peak_bytes"])
         held, foreseen = found["held_bytes"], found["forecast_bytes"]
         errors = {phase: foreseen[phase] / held[phase] - 1 for phase in PHASES if phase in foreseen and phase in held}

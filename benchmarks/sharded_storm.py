@@ -2,7 +2,8 @@
 
     python -m benchmarks.sharded_storm [--faults 300] [--seed 0]
 
-Two processes over gloo train a tiny Qwen3, full or with LoRA, and a tiny T5 in float64, three steps at a time, always
+Two processes over gloo train a tiny Qwen3, full, with LoRA or with gradients added up once a step, and a tiny T5 in
+float64, three steps at a time, always
 from the same weights. In every run allocations of one rank or of both fail, with a genuine `torch.OutOfMemoryError`
 from inside the kernel: in rollout, scoring, forward, head, backward, gathering or commit, two thirds of them in the
 update, where ranks communicate inside of what fails. The other rank may be in any collective then. Compared with one
@@ -34,7 +35,7 @@ from tests.parallel.test_ranks import run_ranks, set_up_rank
 from tests.parallel.test_ranks_under_faults import WORKING, build, listen_to_steps, storm
 from tests.trainers.helpers import relative, weights
 
-CASES = {"sharded": "full", "sharded lora": "lora", "sharded t5": "t5"}
+CASES = {"sharded": "full", "sharded lora": "lora", "sharded t5": "t5", "sharded, once a step": "full"}
 """What is stormed, and what one process runs beside it."""
 PHASES = (*WORKING, *(Phase.UPDATE,) * (2 * len(WORKING)))
 SECONDS_A_FAULT = 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import call
 from typing import Any, TypeVar
@@ -59,8 +59,9 @@ class WholeWeights:
 
     divided = False  # whether ranks share the weights
 
-    def __init__(self, *, in_rounds: bool = False) -> None:
-        self.in_rounds = in_rounds  # whether micro-batches share nothing, as in the rounds that are foreseen
+    def __init__(self, foreseen: Callable[[bool], AbstractContextManager[None]] | None = None) -> None:
+        self.in_rounds = foreseen is not None  # whether micro-batches share nothing, as in the rounds of ranks
+        self._foreseen = foreseen or (lambda _: nullcontext())  # context of rounds that a dry run stands for
 
     @contextmanager
     def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
@@ -71,9 +72,10 @@ class WholeWeights:
         """Gives what runs a network's forward: nothing besides."""
         return call
 
-    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+    def rounds(self, micro_batches: Iterable[T], *, reduce_each: bool) -> Iterator[T]:
         """Gives this rank's micro-batches."""
-        yield from micro_batches
+        with self._foreseen(reduce_each):
+            yield from micro_batches
 
     def leave_round(self, repeat: Repeat) -> None:
         """Returns at once: a failure concerns nobody else."""

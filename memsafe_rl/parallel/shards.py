@@ -8,6 +8,9 @@ change. So ranks run micro-batches in *rounds*. Before each, all exchange one wo
 failed. A rank with none left plays a blank round: the same collectives, zeros for gradients. One that fails inside a
 round plays its remaining collectives, and then all ranks drop the gradient and accumulate it again, the failed one
 under its policy's next plan. No rank ever waits for a collective that another will not join.
+
+Gradients are added up in every round that some rank's plan wants leanest (`UpdatePlan.reduce_each`). Where none does,
+each holds its own whole, and all add them up in a last round of nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from operator import call
@@ -60,6 +63,16 @@ class _Operation(NamedTuple):
     kind: _Kind
 
 
+class _Word:
+    """What ranks tell each other before a round."""
+
+    DONE, MORE, MORE_EACH, FAILED = range(4)  # the gradients of the one kind of round are added up later
+
+
+_ROUNDS = {_Word.DONE: {_Kind.REDUCE}, _Word.MORE: {_Kind.GATHER}, _Word.MORE_EACH: {_Kind.GATHER, _Kind.REDUCE}}
+"""What a round communicates, by the largest word before it."""
+
+
 class _Noted:
     """FSDP2's own collective, noted once it was issued."""
 
@@ -74,12 +87,6 @@ class _Noted:
 
 def _once(stage: Stage, function: Callable[..., T], *values: Any) -> T:  # noqa: ARG001
     return function(*values)
-
-
-class _Word:
-    """What ranks tell each other before a round."""
-
-    DONE, MORE, FAILED = 0, 1, 2
 
 
 class ShardedWeights:
@@ -175,23 +182,23 @@ class ShardedWeights:
         run()
         self._order, self._recorded = tuple(self._recorded), None
 
-    def rounds(self, micro_batches: Iterable[T]) -> Iterator[T]:
+    def rounds(self, micro_batches: Iterable[T], *, reduce_each: bool) -> Iterator[T]:
         """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
         self._reset()  # a user's own forward leaves traces
-        waiting = iter(micro_batches)
+        waiting, more, owes = iter(micro_batches), _Word.MORE_EACH if reduce_each else _Word.MORE, False
         micro = next(waiting, None)
         while True:
-            words = self._ranks.words(_Word.DONE if micro is None else _Word.MORE)
+            words = self._ranks.words(_Word.DONE if micro is None else more)
             if _Word.FAILED in words:
+                self._reset()
                 raise PeerOutOfMemoryError(f"rank {words.index(_Word.FAILED)} ran out of memory in this accumulation")
-            if _Word.MORE not in words:
+            if max(words) == _Word.DONE and not owes:
                 return
-            if self._order is None:
-                raise AssertionError("learn the order of collectives before the first round")
-            self._left = deque(self._order)
+            owes = max(words) == _Word.MORE
+            self._begin_round(_ROUNDS[max(words)])
             if micro is None:
                 self._play()
-                self._reset()
+                self._end_passes()
             else:
                 yield micro
                 self._end_round()
@@ -207,6 +214,13 @@ class ShardedWeights:
         self._reset()
         self._play(repeat)
         self._reset()
+
+    def _begin_round(self, kinds: Container[_Kind]) -> None:
+        if self._order is None:
+            raise AssertionError("learn the order of collectives before the first round")
+        self._left = deque(operation for operation in self._order if operation.kind in kinds)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(_Kind.REDUCE in kinds, recurse=False)
 
     def _end_round(self) -> None:
         if self._left:
@@ -253,12 +267,15 @@ class ShardedWeights:
             raise
 
     def _reset(self) -> None:
-        """Leaves nothing of a pass that broke off, nor of whole weights; the rank's own gradients stay."""
+        """Leaves nothing of a pass that broke off, nor whole weights and gradients; the rank's parts stay."""
         for group in self._groups:
             for weight in group.fsdp_params:
                 weight.unsharded_accumulated_grad = None
                 if hasattr(weight, "_unsharded_param"):
                     weight._unsharded_param.grad = None
+        self._end_passes()
+
+    def _end_passes(self) -> None:
         for root in self._roots:
             root.reset_iter_state()
         for group in self._groups:

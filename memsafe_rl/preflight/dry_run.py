@@ -144,6 +144,8 @@ class DryRun:
         gathering = self.shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
+            if self.shared.sharding is Sharding.FSDP:
+                setup = replace(setup, shards=WholeWeights(gathering.reducing))
         try:
             settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
         except MemoryBudgetError as error:
@@ -214,8 +216,7 @@ class DryRun:
             self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
             _take_over(checked, config, models, adapter)
 
-        setup = build_setup(inputs, machine, load=load, check=check)
-        return replace(setup, shards=WholeWeights(in_rounds=self.shared.sharding is Sharding.FSDP))
+        return build_setup(inputs, machine, load=load, check=check)
 
     def _seconds(self, setup: TrainingSetup, longest: Longest) -> StepSeconds | None:
         """Estimates the seconds of a step, where the device's speed is known and this library decodes tokens."""
@@ -406,6 +407,7 @@ def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job
         held_bytes=memory.live_bytes,
         optimizer_bytes=optimizer_bytes,
         gradients_aside=setup.combiner.gradients_aside,
+        whole_gradient_bytes=setup.whole_gradient_bytes,
     )
 
 

@@ -35,6 +35,7 @@ class Job:
     held_bytes: int  # int, bytes held before a rollout: weights and optimizer state
     optimizer_bytes: int  # int, bytes of the optimizer state
     gradients_aside: int = 0  # whole gradients that wait for those of further objectives
+    whole_gradient_bytes: int = 0  # as in `UpdateWork`
 
     @property
     def rollout(self) -> RolloutWork:
@@ -53,7 +54,8 @@ class Job:
         shared = tuple(row // self.group_size for row in spread) if self.packs_prompts else ()
         length = self.prompt_tokens + self.completion_tokens
         actions = (self.completion_tokens,) * rows
-        return UpdateWork((length,) * rows, actions, self.geometry, shared, self.gradients_aside)
+        aside, reduced = self.gradients_aside, self.whole_gradient_bytes
+        return UpdateWork((length,) * rows, actions, self.geometry, shared, aside, whole_gradient_bytes=reduced)
 
 
 @dataclass(frozen=True)

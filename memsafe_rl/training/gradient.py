@@ -180,7 +180,7 @@ def accumulate_gradient(
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
     with closing(_micro_batches(shared, rows)) as micro_batches:
-        for micro in shards.rounds(micro_batches):
+        for micro in shards.rounds(micro_batches, reduce_each=plan.reduce_each):
             with shared.balanced() as balanced:
                 chosen = [rows[place] for place in micro.places]
                 _learn_from(step, shared, chosen, packed=micro.packed, balanced=balanced)

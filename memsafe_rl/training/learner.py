@@ -202,7 +202,8 @@ class Learner:
         work = setup.adapter.work(trajectory, rows, packable=self._config.disable_dropout)
         work = setup.advantages.work(replace(work, gradients_aside=setup.combiner.gradients_aside))
         own = setup.parallel.local_bytes(Component.GRADIENTS, work.geometry.trainable_bytes)
-        return replace(work, geometry=replace(work.geometry, trainable_bytes=own))
+        geometry = replace(work.geometry, trainable_bytes=own)
+        return replace(work, geometry=geometry, whole_gradient_bytes=setup.whole_gradient_bytes)
 
     def plan(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Asks the memory policy how to cut this rank's rows."""

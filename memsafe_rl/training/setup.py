@@ -33,7 +33,7 @@ from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
-from memsafe_rl.training.optim.optimizer import Committer
+from memsafe_rl.training.optim.optimizer import Committer, trained_parameters
 from memsafe_rl.types import (
     LossSettings,
     MemoryState,
@@ -149,6 +149,12 @@ class TrainingSetup:
     def trained(self) -> nn.Module:
         """The module of all that is trained."""
         return nn.ModuleDict({"model": self.model, **self.beside}) if self.beside else self.model
+
+    @property
+    def whole_gradient_bytes(self) -> int:
+        """Bytes of whole gradients as ranks add them up, in float32 or wider; 0 where each holds its own whole."""
+        trained = trained_parameters(self.trained) if self.shards.in_rounds else ()
+        return sum(weight.numel() * max(4, weight.itemsize) for weight in trained)
 
     @property
     def networks(self) -> tuple[nn.Module, ...]:

@@ -199,6 +199,8 @@ class UpdateWork:
     # of each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
     # there; empty where rows share nothing but whole prompts
     prefixes: tuple[tuple[int, int], ...] = ()
+    # int, bytes of whole gradients as ranks add them up, of which each keeps its part; 0 where gradients stay whole
+    whole_gradient_bytes: int = 0
 
     @cached_property
     def branches(self) -> tuple[tuple[int, int], ...]:
@@ -283,6 +285,8 @@ class UpdatePlan:
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
         resident_blocks: as in `RolloutPlan`.
+        reduce_each: of gradients that ranks divide, add up each micro-batch's at once and hold one rank's part; False
+            holds them whole and adds them up once a step, unless another rank's plan says True.
         compile: mode of `torch.compile`, one of `COMPILE_MODES`, for the network's blocks; None for none.
         predicted_bytes: under "update" the predicted peak in bytes, with what is held already; under
             "update/component" the part of a component. Empty when nothing was predicted.
@@ -296,6 +300,7 @@ class UpdatePlan:
     trajectory_device: str = "host"
     park_optimizer: bool = False
     resident_blocks: int | None = None
+    reduce_each: bool = True
     compile: str | None = None
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
 

@@ -37,12 +37,13 @@ def grpo(folder: Path, rank: int | None, **settings: Any) -> GRPOTrainer:
     """A run of 12 rows; the second rank cuts its rows into more micro-batches than the first."""
     own = {"per_device_train_batch_size": 12} if rank is None else {"per_device_train_batch_size": 6}
     dtype, tied = settings.pop("dtype", torch.float32), settings.pop("tied", True)
+    reduce_each = settings.pop("reduce_each", (True, True))[rank or 0]
     model = tiny_model(scale=4.0, tied=tied, dtype=dtype)
     return make_trainer(
         folder,
         callbacks=[Asks()],
         model=model,
-        policy=cut(20 if rank == 1 else 60),
+        policy=cut(20 if rank == 1 else 60, reduce_each=reduce_each),
         **{**SETTINGS, **own, **sharding(rank), **settings},
     )
 
@@ -53,12 +54,12 @@ def ppo(folder: Path, rank: int | None, critic: str) -> Any:
     return make_ppo(folder, critic, per_device_train_batch_size=rows, **settings, **sharding(rank))
 
 
-def t5(folder: Path, rank: int | None, *, reads: bool = True, **settings: Any) -> GRPOTrainer:
+def t5(folder: Path, rank: int | None, *, reads: bool = True, reduce_each: bool = True, **settings: Any) -> GRPOTrainer:
     """An encoder-decoder; its encoder learns, or is read once for all updates."""
     own = {"per_device_train_batch_size": 12 if rank is None else 6}
     model = tiny_t5()
     model.get_encoder().requires_grad_(reads)
-    policy = cut(10 if rank == 1 else 40)
+    policy = cut(10 if rank == 1 else 40, reduce_each=reduce_each)
     return make_trainer(folder, model=model, policy=policy, **{**SETTINGS, **own, **sharding(rank), **settings})
 
 
@@ -75,6 +76,13 @@ CASES: dict[str, Callable[[Path, int | None], Any]] = {
     "untied, in float64": partial(grpo, tied=False, dtype=torch.float64),
     "some tokens by their entropy": partial(grpo, top_entropy_quantile=0.5, beta=0.0),
     "lora": lambda folder, rank: grpo(folder, rank, peft_config=lora()),
+    "added up once a step": partial(grpo, reduce_each=(False, False)),
+    "added up once a step, in float64": partial(grpo, dtype=torch.float64, reduce_each=(False, False)),
+    "added up as the rank with fewer micro-batches wants": partial(grpo, reduce_each=(True, False)),
+    "lora, added up as the other wants": lambda folder, rank: grpo(
+        folder, rank, peft_config=lora(), reduce_each=(False, True)
+    ),
+    "an encoder-decoder, added up once a step": partial(t5, reduce_each=False),
     "an encoder-decoder": t5,
     "an encoder-decoder whose encoder is frozen": partial(t5, reads=False),
     "a critic on the model": partial(ppo, critic="trunk"),

@@ -111,6 +111,14 @@ the time with caches kept, at 2, 4 and 8 turns (`python -m benchmarks.rereading`
 _BUS_TOKENS = 2**13
 """Tokens of a forward whose arithmetic takes as long as bringing the weights from the host: 2 bytes a weight at 25 GB a
 second, and 2 operations a weight and token at 2e14 a second. An estimate; far too high where a CPU is the device."""
+_REDUCE_TOKENS = 2**11
+"""Tokens of an update whose arithmetic takes as long as adding up whole float32 gradients over ranks: 4 bytes a weight
+at 65 GB a second, and 6 operations a weight and token at 2e14 a second. An estimate."""
+_CPU_REDUCE_TOKENS = 2**5
+"""The same between two processes of one CPU, over gloo: 3 to 80 tokens, 38 in the middle, with 6 and 21 million
+weights."""
+_REDUCE_ALONE = 1.1
+"""Adding them up once, at the end, where no backward runs beside it. A guess."""
 _LEAST_COST = 1.12
 """What a fallback costs at least that has no business in a plan while there is room."""
 
@@ -139,7 +147,8 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     kept, working, actions, count = activations_of(work, plan)
     head_elements = geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
     aside = work.gradients_aside * geometry.trainable_bytes
-    earlier = aside + (geometry.trainable_bytes if count > 1 else 0)
+    whole = 0 if plan.reduce_each else work.whole_gradient_bytes  # held until they are added up, a unit at a time
+    earlier = aside + ((whole or geometry.trainable_bytes) if count > 1 else 0)
     stored = _STORED_BYTES * sum(work.row_tokens) if plan.trajectory_device == "device" else 0
     logits = _tile_bytes(geometry, min(plan.logprob_tile, actions))
     sums = actions * geometry.hidden_size * (geometry.compute_bytes + _wide_bytes(geometry))
@@ -147,7 +156,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     moments = (
         (kept + sums, logits, earlier + head_elements * _wide_bytes(geometry) + narrowed),
         (kept + working, 0, earlier + head_elements * geometry.compute_bytes),
-        (working, 0, aside + geometry.trainable_bytes + head_elements * geometry.compute_bytes),
+        (working, 0, aside + (whole or geometry.trainable_bytes) + head_elements * geometry.compute_bytes),
     )
     activations, tile, gradients = max(moments, key=sum)
     return {
@@ -426,7 +435,9 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
     fixed = _update_share(device) * full_speed_tokens(device, work.geometry)
     # forward and backward bring the weights twice, and compute thrice as much as a forward
     brought = fixed + 2 / 3 * _bus_tokens(work.geometry, plan.resident_blocks)
-    time = max(1.0, _run_tokens(work, plan, brought) / _run_tokens(work, fastest, fixed))
+    share = work.whole_gradient_bytes / max(1, work.geometry.parameter_bytes)
+    reduced = share * (_CPU_REDUCE_TOKENS if device == "cpu" else _REDUCE_TOKENS)
+    time = max(1.0, _run_tokens(work, plan, brought, reduced) / _run_tokens(work, fastest, fixed, reduced))
     time *= _slowness(fastest.logprob_tile, plan.logprob_tile, _TILE_SHARE)
     if plan.checkpointing and not fastest.checkpointing:
         time *= _CHECKPOINTED
@@ -467,10 +478,13 @@ def _bus_tokens(geometry: ModelGeometry, resident: int | None) -> float:
     return _BUS_TOKENS * (1 - geometry.frozen_bytes(resident)[0] / all_bytes) if resident is not None else 0.0
 
 
-def _run_tokens(work: UpdateWork, plan: UpdatePlan, fixed: float) -> float:
-    """Tokens of all micro-batches, a prompt that several of them need several times, and what each costs besides."""
+def _run_tokens(work: UpdateWork, plan: UpdatePlan, fixed: float, reduced: float) -> float:
+    """Tokens of all micro-batches, a prompt that several of them need several times, and what each costs besides.
+
+    Adding up its gradients over ranks is part of it, or comes once.
+    """
     slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
-    return slices.total + fixed * slices.number
+    return slices.total + fixed * slices.number + reduced * (slices.number if plan.reduce_each else _REDUCE_ALONE)
 
 
 def _slowness(full: int, size: int, fixed: float) -> float:

@@ -42,7 +42,7 @@ from memsafe_rl.memory.planning.search import (
     next_plan,
     with_prediction,
 )
-from memsafe_rl.slices import packing_saves
+from memsafe_rl.slices import measure_slices, packing_saves
 from memsafe_rl.types import (
     COMPILE_MODES,
     MemoryFailure,
@@ -184,10 +184,12 @@ class AdaptivePolicy(MemoryPolicy):
             offload_activations=self.offload_activations,
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
+            reduce_each=not work.whole_gradient_bytes,
             compile=self.compile,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
-        time = partial(update_time, memory.device, work, fastest=fast)
+        alone = measure_slices(work, fast.micro_batch_tokens, packed=packs).number == 1
+        time = partial(update_time, memory.device, work, fastest=replace(fast, reduce_each=alone))
         plan = fastest_with_weights_away(fast, fallbacks, room, time)
         return with_prediction(plan, work, memory)
 

@@ -81,6 +81,11 @@ def _halved(plan: Plan, name: str, size: int) -> Plan | None:
     return replace(plan, **half) if size > 1 else None
 
 
+def _reduced_at_once(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
+    holds_whole = not plan.reduce_each and isinstance(work, UpdateWork) and work.whole_gradient_bytes
+    return replace(plan, reduce_each=True) if holds_whole else None
+
+
 def _smaller_tile(plan: UpdatePlan, work: Work) -> UpdatePlan | None:
     most = plan.logprob_tile
     if isinstance(work, UpdateWork):
@@ -167,6 +172,13 @@ FALLBACKS: tuple[Fallback, ...] = (
         SAMPLING,
         _set("kept_kv_bytes", 0),
         _keep_half,
+    ),
+    Fallback(
+        "reduce_each",
+        "ranks add up their gradients after each micro-batch: saves those of the other ranks' parts, costs traffic; up "
+        "to rounding",
+        frozenset({Phase.UPDATE}),
+        _reduced_at_once,
     ),
     Fallback(
         "checkpointing",

@@ -7,7 +7,8 @@ unit per block and one for the rest, the root:
 - a forward keeps a block's whole weights until its end, and the buffer they were gathered into until the next one's, or
   the end of the forward;
 - a backward keeps a block's whole weights and the buffer of the block before it, which is fetched ahead;
-- a block's whole gradients wait for its end, and the flat copy that is reduced for the next block's end;
+- a block's whole gradients wait for its end, and the flat copy that is then reduced for the next block's end; where
+  they are added up once a step, all whole gradients wait for that, which goes unit by unit;
 - the root's whole weights stay from the first forward to the end of the backward; then its whole gradients are reduced.
 
 ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (``ds3_gather_for_generation``,
@@ -16,8 +17,10 @@ ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,8 +70,12 @@ class _Unit:
 
     def __init__(self, weights: Iterable[nn.Parameter]) -> None:
         own = list(weights)
+        self.name = f"gradients of {id(self)}"
+        self.is_reduced = False  # whether gradients of an earlier micro-batch of the step were added up
         self.bytes = sum(weight.nbytes for weight in own)
         self.trained_bytes = sum(weight.nbytes for weight in own if weight.requires_grad)
+        # of its gradients as they are added up, in float32 or wider
+        self.reduced_bytes = sum(max(4, weight.itemsize) * weight.numel() for weight in own if weight.requires_grad)
 
 
 class Gathering:
@@ -78,6 +85,8 @@ class Gathering:
         self._ranks = ranks
         self._phases: list[Phase] = []
         self._held: dict[str, Tensor] = {}
+        self._whole: dict[str, _Unit] | None = None  # units whose gradients wait to be added up; None: none has to
+        self._units: list[_Unit] = []
         self._network_bytes = [_bytes_of(network.parameters()) for network in networks]
         self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
         self._roots = [self._divide(network) for network in networks]
@@ -91,7 +100,12 @@ class Gathering:
         blocks = find_blocks(network)
         units = [_Unit(block.parameters()) for block in blocks]
         inside = {id(weight) for block in blocks for weight in block.parameters()}
+        self._units += units
         for place, block in enumerate(blocks):
+            for weight in block.parameters():
+                if weight.requires_grad:
+                    hook = partial(self._arrive, units[place])
+                    weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             block.register_forward_pre_hook(self._begins(units, place))
             block.register_forward_hook(self._ends(units, place))
         return _Unit(weight for weight in network.parameters() if id(weight) not in inside)
@@ -107,12 +121,33 @@ class Gathering:
         elif phase is Phase.REWARD:
             self._hold("whole", self._judge_bytes)
         elif phase in _BY_BLOCKS:
-            self._hold("root", max(root.bytes for root in self._roots))
+            self._begin()
+
+    def _begin(self) -> None:
+        self._held.clear()
+        self._hold("root", max(root.bytes for root in self._roots))
+        for unit in self._units:
+            unit.is_reduced = False
 
     def leave_phase(self) -> None:
         """Drops everything gathered."""
         self._phases.pop()
         self._held.clear()
+
+    @contextmanager
+    def reducing(self, each: bool) -> Iterator[None]:
+        """Stands for the rounds of a step, which add up the gradients of each micro-batch, or all at their end."""
+        self._whole = None if each else {}
+        self._begin()
+        try:
+            yield
+            self._drop("root", "gradients", "buffer")
+            for name, unit in (self._whole or {}).items():
+                self._hold("gradients", unit.reduced_bytes)
+                self._drop(name)
+            self._drop("gradients")
+        finally:
+            self._whole = None
 
     # ------------------------------------------------------------------ blocks
 
@@ -144,17 +179,50 @@ class Gathering:
         if place + 1 == len(units):
             self._drop("buffer")
             self._hold("root's gradients", self._rest(self._roots[0].trained_bytes - self._late_bytes))
-        unit = units[place]
-        self._hold("block", unit.bytes)
+        else:
+            self._end_unit(units[place + 1])
+        self._hold("block", units[place].bytes)
         self._hold("ahead", units[place - 1].bytes if place else 0)
-        self._hold("gradients", self._rest(unit.trained_bytes) + unit.trained_bytes)
+
+    def _arrive(self, unit: _Unit, weight: Tensor) -> None:
+        """Holds what the ledger leaves out of a whole gradient that a backward has made: other ranks' parts of it.
+
+        Of a later micro-batch it sees the sum of the earlier ones' parts only.
+        """
+        if not self._by_blocks:
+            return
+        name, size = unit.name, weight.nbytes if unit.is_reduced else self._rest(weight.nbytes)
+        if self._whole is not None and name in self._whole:  # which it is added to, one by one or as a block if wider
+            name, size = "gradients", weight.nbytes if unit.reduced_bytes > unit.trained_bytes else 0
+        self._hold(name, size + (self._held[name].nbytes if name in self._held else 0))
+
+    def _end_unit(self, unit: _Unit) -> None:
+        """Copies a unit's whole gradients to be added up, or keeps them for that."""
+        self._drop("block", "gradients")
+        if self._whole is None:
+            self._hold("gradients", unit.reduced_bytes)
+            self._drop(unit.name)
+            unit.is_reduced = True
+        else:
+            self._keep(unit)
+
+    def _keep(self, unit: _Unit) -> None:
+        """Holds a unit's whole gradients until all are added up."""
+        assert self._whole is not None, "gradients are added up at once"
+        self._whole[unit.name] = unit
+        self._hold(unit.name, unit.reduced_bytes - -(-unit.trained_bytes // self._ranks))
 
     def _end_backward(self, first: _Unit) -> None:
         root = self._roots[0]
-        self._drop("block", "ahead")
-        # The root's weights are gone when its gradients are copied to be reduced, and the part that stays is made.
-        reduced = 2 * root.trained_bytes + -(-root.trained_bytes // self._ranks)
-        self._hold("gradients", max(first.trained_bytes, reduced - root.bytes - root.trained_bytes))
+        self._drop("ahead")
+        self._end_unit(first)
+        if self._whole is not None:
+            self._drop("root's gradients")
+            self._keep(root)
+        else:
+            # The root's weights are gone when its gradients are copied to be reduced, and the part that stays is made.
+            reduced = root.reduced_bytes + -(-root.reduced_bytes // self._ranks)
+            self._hold("gradients", max(first.reduced_bytes, reduced - root.bytes))
 
     @property
     def _by_blocks(self) -> bool:

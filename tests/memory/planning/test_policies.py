@@ -5,10 +5,19 @@ import pytest
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.estimator import update_time
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy, check_packing
-from memsafe_rl.memory.planning.search import extra_bytes
+from memsafe_rl.memory.planning.search import extra_bytes, fallbacks_named
 from memsafe_rl.memory.runtime.meters import HostMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    MemoryFailure,
+    MemoryState,
+    ModelGeometry,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UpdatePlan,
+    UpdateWork,
+)
 
 GEOMETRY = ModelGeometry(
     layers=4,
@@ -49,6 +58,27 @@ def test_with_room_to_spare_the_micro_batch_is_as_large_as_is_fast() -> None:
     wide = replace(work, geometry=replace(GEOMETRY, hidden_size=576))
     assert AdaptivePolicy().before_update(wide, memory(2**40)).micro_batch_tokens == 341  # of 455
     assert AdaptivePolicy().before_update(work, memory(2**40, device="cuda")).micro_batch_tokens == 10_000
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_gradients_are_added_up_once_a_step_where_whole_ones_fit(device: str) -> None:
+    alone = update_work(*[100] * 64)
+    # Of 1 MB of weights and gradients, this rank's part is a quarter.
+    work = replace(alone, geometry=replace(GEOMETRY, trainable_bytes=250_000), whole_gradient_bytes=1_000_000)
+    policy, roomy = AdaptivePolicy(checkpointing=True), memory(2**40, device=device)
+    assert policy.before_update(alone, roomy).reduce_each  # nothing to add up
+    cut = UpdatePlan(micro_batch_tokens=100, checkpointing=True, reduce_each=False)
+    each = replace(cut, reduce_each=True)
+    # The last of 64 micro-batches begins with the gradients of the others: a part of them, or all.
+    assert update_bytes(work, cut) - update_bytes(work, each) == 750_000
+    assert update_time(device, work, cut, cut) < update_time(device, work, each, cut)
+    assert update_time(device, alone, cut, cut) == update_time(device, alone, each, cut)
+    failure = MemoryFailure(Phase.UPDATE, 1, 1, "", plan=cut, work=work, live_bytes=0)
+    assert AdaptivePolicy().after_oom(cut, failure) == each
+    assert not fallbacks_named(("reduce_each",), Phase.UPDATE)[0].step(cut, alone)
+    # On cards a micro-batch of 6,400 tokens is all there is, which is added up at once either way.
+    assert policy.before_update(work, roomy).reduce_each is (device == "cuda")
+    assert policy.before_update(work, memory(1, device=device)).reduce_each
 
 
 def update_bytes(work: UpdateWork, plan: UpdatePlan) -> int:

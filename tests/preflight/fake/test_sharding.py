@@ -90,7 +90,7 @@ class _Two(nn.Module):
 
 
 def test_what_is_gathered_is_laid_down_when_it_is_there() -> None:
-    network, seen = _Two(), []
+    network, seen, memory = _Two(), [], SimulatedMemory(exact=False)
     gathering = Gathering([network], 2)
     for layer in network.layers:
         layer.register_forward_hook(lambda *_: seen.append(gathering_bytes()))
@@ -108,6 +108,16 @@ def test_what_is_gathered_is_laid_down_when_it_is_there() -> None:
             # The last block's backward has ended: the root's gradients are reduced, once the first block's are.
             assert gathering_bytes() == {"root": 40, "root's gradients": 20, "gradients": 400}
         assert gathering_bytes() == {}
+        with memory, in_phase(Phase.UPDATE):
+            with gathering.reducing(False):
+                for _ in range(2):
+                    network(torch.ones(3, 10)).sum().backward()
+                    # What is kept of whole gradients, beside this rank's part: half of each.
+                    assert sorted(gathering_bytes().values()) == [20, 40, 200, 200]
+                before = memory.live_bytes
+                memory.reset_peak()
+            # Each unit in turn has its flat copy, the first one beside all that is kept; the root's weights are gone.
+            assert memory.peak_bytes - before == 400 - 40
         with in_phase(Phase.ROLLOUT):
             assert gathering_bytes() == {"whole": 840}
             network(torch.ones(3, 10))
