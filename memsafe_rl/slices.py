@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -13,6 +14,9 @@ from memsafe_rl.types import ModelGeometry, Trajectory, UpdateWork
 _WORTHWHILE = 0.9
 """Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
 prompts are not worth the extra pieces of attention."""
+
+_LIKE = 2
+"""Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
 
 _ALIKE = 0.99  # share of the largest slice from which on another one counts as being like it
 
@@ -125,7 +129,7 @@ def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[li
 
 
 def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
-    """Finds the slices of which one holds most, whatever weighs most: tokens, completion tokens, or prompts read."""
+    """Finds the slices of which one holds most, by tokens, completion tokens, or what is read or copied at once."""
 
     prompts = [row - actions for row, actions in zip(work.row_tokens, work.action_tokens, strict=True)]
 
@@ -136,7 +140,8 @@ def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = 
         actions = sum(work.action_tokens[row] for row in rows)
         if work.sources:
             return actions, padded(work.action_tokens, rows), padded(prompts, rows)
-        return actions, slice_tokens(work, rows, packed=packed)
+        copied = max((count * width for count, width in attention_runs(work, rows, packed=packed)), default=0)
+        return actions, slice_tokens(work, rows, packed=packed), copied
 
     measured = [sizes(rows) for rows in slices]
     found = set()
@@ -171,6 +176,34 @@ def slice_tokens(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> int:
     if packed and work.prompts:
         return packed_tokens(work, rows)
     return len(rows) * max(work.row_tokens[row] for row in rows)
+
+
+def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Sorts segments into those that attention takes together, of like length, the longest first."""
+    runs: list[list[int]] = []
+    for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
+        if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def attention_runs(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> list[tuple[int, int]]:
+    """Gives what attention takes together, and copies: how many segments of like length, and the width of each."""
+    together = packed and bool(work.prompts)
+    lengths = _segments(work, rows) if together else [max(work.row_tokens[row] for row in rows)] * len(rows)
+    return [(len(run), lengths[run[0]]) for run in like_lengths(lengths)]
+
+
+def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
+    """Gives the tokens of prompts and of what follows them; a row whose prompt nobody shares is in one piece."""
+    shared = Counter(work.prompts[row] for row in rows)
+    own = {row: work.action_tokens[row] - 1 for row in rows}  # nothing follows the last one
+    prompts = {work.prompts[row]: work.row_tokens[row] - work.action_tokens[row] for row in rows}
+    alone = [prompts[work.prompts[row]] + own[row] for row in rows if shared[work.prompts[row]] == 1]
+    together = [tokens for prompt, tokens in prompts.items() if shared[prompt] > 1]
+    return [*alone, *together, *(own[row] for row in rows if shared[work.prompts[row]] > 1)]
 
 
 @lru_cache(maxsize=256)

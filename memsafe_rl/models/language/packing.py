@@ -27,10 +27,8 @@ from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.slices import like_lengths
 from memsafe_rl.types import Trajectory
-
-_LIKE = 2
-"""Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
 
 ATTENTION = "memsafe_rl_packed"
 """Name under which transformers knows this attention."""
@@ -155,17 +153,6 @@ def _predicting(last_of_prompt: int, first: int, length: int) -> Tensor:
     """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
     own = torch.arange(first, first + max(0, length - 1))
     return torch.cat([torch.full((min(1, length),), last_of_prompt), own])
-
-
-def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Sorts segments into those that attention takes together, of like length, the longest first."""
-    runs: list[list[int]] = []
-    for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
-        if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
 
 
 def _run(members: Sequence[tuple[int, int]], device: torch.device) -> Run:
