@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memsafe_rl.accounting import host_memory, worth_running
-from memsafe_rl.prefix_tree import Branch, branches_of, depth_first, fork
+from memsafe_rl.prefix_tree import Branch, branches_of, depth_first, fork, grow
 from memsafe_rl.types import ModelGeometry, Trajectory, UpdateWork
 
 _WORTHWHILE = 0.9
@@ -22,6 +22,8 @@ prompts are not worth the extra pieces of attention."""
 _LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
 """Tokens, and share of a micro-batch's, from which on a stretch that micro-batches share is run by itself, before them:
 a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
+_LIKE = 2
+"""Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
 
 _ALIKE = 0.99  # share of the largest slice from which on another one counts as being like it
 
@@ -263,7 +265,7 @@ def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[li
 
 
 def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
-    """Finds the slices of which one holds most, whatever weighs most: tokens, completion tokens, or prompts read."""
+    """Finds the slices of which one holds most, by tokens, completion tokens, or what is read or copied at once."""
 
     prompts = [row - actions for row, actions in zip(work.row_tokens, work.action_tokens, strict=True)]
 
@@ -274,7 +276,8 @@ def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = 
         actions = sum(work.action_tokens[row] for row in rows)
         if work.sources:
             return actions, padded(work.action_tokens, rows), padded(prompts, rows)
-        return actions, slice_tokens(work, rows, packed=packed)
+        copied = max((count * width for count, width in attention_runs(work, rows, packed=packed)), default=0)
+        return actions, slice_tokens(work, rows, packed=packed), copied
 
     measured = [sizes(rows) for rows in slices]
     found = set()
@@ -308,6 +311,31 @@ def slice_tokens(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> int:
     if packed and work.prompts:
         return packed_tokens(work, rows)
     return len(rows) * max(work.row_tokens[row] for row in rows)
+
+
+def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Sorts segments into those that attention takes together, of like length, the longest first."""
+    runs: list[list[int]] = []
+    for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
+        if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def attention_runs(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> list[tuple[int, int]]:
+    """Gives what attention takes together, and copies: how many segments of like length, and the width of each."""
+    together = packed and bool(work.prompts)
+    lengths = _segments(work, rows) if together else [max(work.row_tokens[row] for row in rows)] * len(rows)
+    return [(len(run), lengths[run[0]]) for run in like_lengths(lengths)]
+
+
+def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
+    """Gives the tokens of the stretches that attention takes by themselves."""
+    lengths = {row: work.row_tokens[row] - 1 for row in rows}  # nothing follows the last one
+    roots = grow(depth_first(work.branches, rows), lengths)
+    return [node.end - node.start for root in roots for node in root.walk()]
 
 
 @lru_cache(maxsize=256)

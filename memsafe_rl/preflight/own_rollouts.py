@@ -12,12 +12,10 @@ from heapq import nlargest
 
 from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.memory.simulated.workspaces import QUERIES
-from memsafe_rl.models.language.packing import like_lengths
-from memsafe_rl.prefix_tree import depth_first, grow
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import Step, steps_of
-from memsafe_rl.slices import cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
+from memsafe_rl.slices import attention_runs, cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -133,7 +131,6 @@ class _PlannedStep:
 
     step: Step
     plan: UpdatePlan
-    by_blocks: bool  # whether attention's kernels take blocks of queries
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -142,9 +139,11 @@ class _PlannedStep:
         slices = [] if work.geometry.unit is not None else cut_work(work, tokens, packed=packed)
         # of those that meet the gradients of others
         meeting = max((slice_tokens(work, rows, packed=packed) for rows in slices[1:]), default=0)
-        blocks = max((_blocks(work, rows, packed) for rows in slices), default=0) if self.by_blocks else 0
+        runs = [run for rows in slices for run in attention_runs(work, rows, packed=packed)]
+        padded = max((count * width for count, width in runs), default=0)
+        blocks = max((count * -(-width // QUERIES) for count, width in runs), default=0)
         expected = self.plan.predicted_bytes.get(Phase.UPDATE, 0)
-        return expected, *_measured(work, tokens, packed=packed), meeting, blocks
+        return expected, *_measured(work, tokens, packed=packed), meeting, padded, blocks
 
 
 @dataclass(frozen=True)
@@ -160,8 +159,7 @@ class _Planned:
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         policy, state = setup.memory_policy, setup.memory_state()
         plan = served_by(setup.engine, policy.before_rollout(one.work, state))
-        on_cuda = state.device == "cuda"
-        steps = (_PlannedStep(step, policy.before_update(step.work, state), on_cuda) for step in one.steps)
+        steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
         scored = _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
         return cls(one.longest, plan, tuple(steps), scored)
 
@@ -182,20 +180,6 @@ class _Planned:
 def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]:
     """Measures the largest slices of some rows."""
     return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
-
-
-def _blocks(work: UpdateWork, rows: Sequence[int], packed: bool) -> int:
-    """Counts the blocks of queries that CUDA's attention takes at a time, at most: each segment has one or more."""
-    together = packed and bool(work.prompts)
-    lengths = _segments(work, rows) if together else [max(work.row_tokens[row] for row in rows)] * len(rows)
-    return max((len(run) * -(-lengths[run[0]] // QUERIES) for run in like_lengths(lengths)), default=0)
-
-
-def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
-    """Gives the tokens of the stretches that attention takes by themselves."""
-    lengths = {row: work.row_tokens[row] - 1 for row in rows}  # nothing follows the last one
-    roots = grow(depth_first(work.branches, rows), lengths)
-    return [node.end - node.start for root in roots for node in root.walk()]
 
 
 def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:

@@ -154,6 +154,14 @@ def test_among_rollouts_that_the_policy_expects_to_be_alike_lengths_decide(folde
     assert {one.longest.rollout: (one.scores, len(one.steps)) for one in trials} == {0: (True, 1), 1: (True, 1)}
 
 
+def test_of_steps_of_as_many_tokens_that_one_is_tried_whose_attention_copies_most(folder: Path) -> None:
+    """Behind prompts of 40, 40 and 5 tokens, completions of 23 are padded to 40; behind 60, 20 and 5 they are not."""
+    policy = FixedPolicy(RolloutPlan(), UpdatePlan(micro_batch_tokens=1024, pack_prompts=True))
+    setup = setup_of(folder, (60, 20, 5, 40, 40, 5), policy, max_steps=2, shuffle_dataset=False)
+    trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
+    assert {one.longest.rollout: len(one.steps) for one in trials} == {0: 0, 1: 1}
+
+
 @pytest.mark.parametrize(("tile", "scored"), [(4096, {0, 1}), (512, {0})])
 def test_a_shorter_rollout_is_scored_where_its_tile_is_larger(folder: Path, tile: int, scored: set[int]) -> None:
     policy = FixedPolicy(RolloutPlan(), UpdatePlan(logprob_tile=tile))

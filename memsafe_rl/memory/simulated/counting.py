@@ -16,11 +16,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.ledger import ByteCounter, Held, check_limits, refusal, storages_of
@@ -29,11 +32,16 @@ from memsafe_rl.types import Component
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _UNLIMITED = -1
+_MOST_ELEMENTS = 2**21
+"""Elements of a kernel's arguments up to which it is run to see what it holds inside: 1,024 x 1,024 twice."""
 _UNMARKED = -1
 _ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
 _PEAKS = (Held.PEAK, Held.SPAN, Held.HOST_PEAK)  # those that the allocator keeps
+
+_INSIDE: dict[Hashable, int] = {}
+"""What kernels were found to hold inside."""
 
 _open_counts: list[CountingAllocator] = []
 """Counts that are open now, outermost first; they share one allocator."""
@@ -177,6 +185,31 @@ class CountingAllocator(ByteCounter):
 
     def _reading(self) -> tuple[int, ...]:
         return self._closed if self._library is None else _minus(_read(self._library), self._base)
+
+
+def measured_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Counts what a CPU kernel holds besides arguments and result, by running it once on others of the same shapes.
+
+    Of large arguments it is not run: beside them it holds little, for its blocks are made for caches.
+    """
+    given = tree_leaves((args, kwargs))
+    if sum(one.numel() for one in given if isinstance(one, Tensor)) > _MOST_ELEMENTS or not compiler_available():
+        return 0
+    key = func, *((*one.shape, one.stride(), one.dtype) if isinstance(one, Tensor) else one for one in given)
+    if key not in _INSIDE:
+        with _disable_current_modes(), torch.no_grad(), CountingAllocator() as count:
+            before = count.mark_host(True)  # devices that count around this one hold none of it
+            args, kwargs = tree_map_only(Tensor, _hollow, (args, kwargs))
+            count.restart(Held.HOST_PEAK)
+            result = func(*args, **kwargs)
+            _INSIDE[key] = count.host_peak_bytes - count.host_live_bytes
+            del result, args, kwargs
+            count.mark_host(before)
+    return _INSIDE[key]
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def compiler_available() -> bool:

@@ -1,15 +1,17 @@
 """What no count of storages from Python can see: temporaries inside kernels, and what CUDA's libraries hold.
 
-Temporaries inside CPU kernels are measured with torch 2.13. Those of CUDA's are what their sources allocate (`mha_bwd`
-of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold is read
-from PyTorch's source; neither is measured yet.
+Temporaries inside CPU kernels are measured: some once, with torch 2.13, and those that follow from the processor and
+its threads (oneDNN's products, attention) on the machine itself. Those of CUDA's are what their sources allocate
+(`mha_bwd` of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold
+is read from PyTorch's source; neither is measured yet.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from memsafe_rl.units import format_bytes
 _KIB = 2**10
 
 
-def _flash_backward(args: tuple[Any, ...], _: object) -> int:
+def _flash_backward(args: Sequence[Any], _: object) -> int:
     """Flash's backward adds up the queries' gradient in float32, and keeps a float32 number for each query."""
     segments, heads, width, head = args[1].shape
     rows = -(-width // QUERIES) * QUERIES
@@ -28,7 +30,7 @@ def _flash_backward(args: tuple[Any, ...], _: object) -> int:
     return int(segments * heads * rows * (-(-head // columns) * columns + 1) * _FLOAT_BYTES)
 
 
-def _efficient_backward(args: tuple[Any, ...], _: object) -> int:
+def _efficient_backward(args: Sequence[Any], _: object) -> int:
     """The efficient backward keeps a float32 number for each query; in half precision, float32 gradients of queries."""
     segments, heads, width, head = args[1].shape
     sums = head if args[1].dtype.itemsize < _FLOAT_BYTES else 0
@@ -40,7 +42,7 @@ _FLOAT_BYTES = 4
 QUERIES = 128
 """Queries that a block of CUDA's kernels takes."""
 
-WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
+WORKSPACES: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "aten::logsumexp": lambda args, result: int(args[0].nbytes + result.nbytes),  # exponentials of the input, and peaks
     "aten::multinomial": lambda args, _: int(args[0].nbytes),  # a copy of the probabilities, divided by noise
     # rows of scores that are all hidden are looked for
@@ -49,6 +51,33 @@ WORKSPACES: Mapping[str, Callable[[tuple[Any, ...], Any], int]] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
 }
 """By operator, the bytes that its kernel holds for a moment besides its arguments and results; others hold a few."""
+
+_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
+_CHOICES = ("aten::where", "aten::masked_fill")
+
+
+def is_measured(name: str, args: Sequence[Any]) -> bool:
+    """Whether what a CPU kernel holds besides follows from the processor: oneDNN's products of halves, attention."""
+    halves = name in _PRODUCTS and args[-1].dtype.itemsize < _FLOAT_BYTES  # MKL makes those of float32
+    return halves or name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu")
+
+
+def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Counts the copies that a CPU kernel makes of arguments, and of a result it writes to, that have another type."""
+    name = func.name()
+    if name.startswith(("aten::sum", "aten::mean")):
+        return int(args[0].numel() * result.dtype.itemsize) if args[0].dtype is not result.dtype else 0
+    if torch.Tag.pointwise not in func.tags:
+        return 0
+    taken = [one for one in args if isinstance(one, torch.Tensor) and one.dim()]
+    if name.startswith(_CHOICES):  # whose truth values stay such
+        taken = [one for one in taken if one.dtype is not torch.bool]
+    if len(types := {one.dtype for one in taken}) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, types)
+    cast = [*taken, result] if result is args[0] else taken
+    return sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize
+
 
 CUBLAS_BYTES = {"9.0": 32 * _KIB**2, "": 8 * _KIB**2 + 128 * _KIB}
 """Workspace of a cuBLAS handle by compute capability, "" for all others: ``parseChosenWorkspaceSize`` in PyTorch's

@@ -31,10 +31,8 @@ from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_back
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.prefix_tree import Node, branches_of, fork, grow
+from memsafe_rl.slices import like_lengths
 from memsafe_rl.types import Trajectory
-
-_LIKE = 2
-"""Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
 
 ATTENTION = "memsafe_rl_packed"
 """Name under which transformers knows this attention."""
@@ -241,17 +239,6 @@ def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layou
     """Says who sees whom in rows padded on the right, each alone."""
     alone = tuple(Segment(row * width, width) for row in range(rows))
     return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
-
-
-def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Sorts segments into those that attention takes together, of like length, the longest first."""
-    runs: list[list[int]] = []
-    for place in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda place: -lengths[place]):
-        if runs and lengths[runs[-1][0]] <= _LIKE * lengths[place]:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
 
 
 def _runs(segments: Sequence[Segment], device: torch.device) -> tuple[Run, ...]:

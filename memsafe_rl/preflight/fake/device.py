@@ -91,6 +91,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
         made, is_new = found
         self._memory.ledger.see(made, is_new=is_new)
+        self._memory.ledger.see_workspace(func, args, kwargs, made)
         return made
 
 
