@@ -616,6 +616,10 @@ class GRPOSettings(TrainerSettings):
     vespo_lambda_pos: float = loss(3.0, "Decay of VESPO's weight for positive advantages.", low=0)
     vespo_k_neg: float = loss(3.0, "Power of VESPO's weight for negative advantages.", low=0)
     vespo_lambda_neg: float = loss(2.0, "Decay of VESPO's weight for negative advantages.", low=0)
+    cov_fraction: float = loss(2e-4, "Share of a step's tokens that clip_cov and kl_cov mark.", above=0, high=1)
+    clip_cov_low: float = loss(1.0, "Least covariance of a token that clip_cov may mark.")
+    clip_cov_high: float = loss(5.0, "Greatest covariance of a token that clip_cov may mark.")
+    kl_cov_coef: float = loss(1.0, "What a token that kl_cov marks pays for a nat of its log-ratio.", low=0)
 
 
 @declare()
