@@ -579,6 +579,15 @@ class GRPOSettings(TrainerSettings):
         "each with its own advantages and gradient; keys: rewards, weight, beta, kl_band, adaptive_beta, "
         "beta_bounds, beta_window, beta_factors; None: the weighted sum of all rewards.",
     )
+    turn_advantage_coef: float = reward(
+        0.0,
+        "Weight of turn-level credit in episodes (GiGPO): how what follows a turn compares with what follows the "
+        "group's other turns that began with the same observation; 0: none.",
+        low=0,
+    )
+    turn_discount: float = reward(
+        0.95, "How much a reward counts a turn earlier, for turn-level credit.", low=0, high=1
+    )
     teacher_model_name_or_path: str | None = token_reference(
         None,
         "Teacher for on-policy distillation, a name or a folder: a network of the model's family and vocabulary.",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,14 @@ class Ragged:
         return store
 
 
+class Turn(NamedTuple):
+    """One turn of an agent, among the columns of a row."""
+
+    start: int  # its first column; it lasts until the next turn's
+    state: int  # names what the agent had seen since its turn before; the same for equal observations
+    reward: float  # part of the episode's reward that it has earned itself
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One rollout, ready to learn from: rows × columns, whatever the kind of model."""
@@ -100,6 +108,8 @@ class Trajectory:
     objective_advantages: Tensor | None = None
     # for each row, the sample that it is a part of, in order; () where every row is a whole sample
     sample_of_row: tuple[int, ...] = ()
+    # for each row, the turns it holds; () where nobody asks for them
+    turns: tuple[tuple[Turn, ...], ...] = ()
     # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
     # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew

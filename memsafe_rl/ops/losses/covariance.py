@@ -30,7 +30,7 @@ _TIE = 1e-6
 
 
 def covariances(tokens: StepTokens) -> Tensor:
-    """Gives each token's part of the covariance, ``(A - mean A) (log pi - mean log pi)`` (arXiv:2505.22617, eq. 10).
+    """Gives each token's part of the covariance, ``(A - mean A) (log pi - mean log pi)`` (arXiv:2505.22617).
 
     Departure from the authors' code: the means are over the whole optimizer step.
 
@@ -49,7 +49,7 @@ def covariances(tokens: StepTokens) -> Tensor:
 
 
 def mark_in_band(tokens: StepTokens, settings: LossSettings) -> Tensor:
-    """Marks for Clip-Cov (arXiv:2505.22617, eq. 11) a share of the step's tokens, drawn among those in the band.
+    """Marks for Clip-Cov (arXiv:2505.22617) a share of the step's tokens, drawn among those in the band.
 
     Those whose covariance lies between ``clip_cov_low`` and ``clip_cov_high`` and whose ratio is not clipped anyway are
     drawn from, without replacement, by the order of `StepTokens.uniforms_M`.
@@ -71,7 +71,7 @@ def mark_in_band(tokens: StepTokens, settings: LossSettings) -> Tensor:
 
 
 def mark_greatest(tokens: StepTokens, settings: LossSettings) -> Tensor:
-    """Marks for KL-Cov (arXiv:2505.22617, eq. 12) the share of the step's tokens with the greatest covariances.
+    """Marks for KL-Cov (arXiv:2505.22617) the share of the step's tokens with the greatest covariances.
 
     Departures from the authors' code: all of those that tie at the edge are marked, and none whose covariance is not
     positive, which does not lower entropy.
@@ -90,7 +90,7 @@ def mark_greatest(tokens: StepTokens, settings: LossSettings) -> Tensor:
 
 
 def clip_cov_surrogate(ratios: Ratios) -> Tensor:
-    """Clip-Cov (arXiv:2505.22617, eq. 11): PPO's clipped objective, without gradient where a token is marked.
+    """Clip-Cov (arXiv:2505.22617): PPO's clipped objective, without gradient where a token is marked.
 
     Args:
         ratios: the micro-batch.
@@ -103,7 +103,7 @@ def clip_cov_surrogate(ratios: Ratios) -> Tensor:
 
 
 def kl_cov_surrogate(ratios: Ratios) -> Tensor:
-    """KL-Cov (arXiv:2505.22617, eq. 13): ``-r A``, plus ``kl_cov_coef |log r|`` where a token is marked.
+    """KL-Cov (arXiv:2505.22617): ``-r A``, plus ``kl_cov_coef |log r|`` where a token is marked.
 
     Args:
         ratios: the micro-batch.
