@@ -31,6 +31,7 @@ from transformers import (
 
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import AdaptivePolicy, GRPOConfig, GRPOTrainer, MemoryPolicy, PPOConfig, PPOTrainer
+from memsafe_rl.ops.losses import LOSSES
 
 _IDS = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
 _POSITIONS = 256
@@ -309,7 +310,7 @@ def draw_run(seed: int, index: int) -> RandomRun:
         ppo=ppo,
         critic="adapter" if ppo and lora and rng.random() < 0.5 else None,
         beta=choose([0.0, 0.0, 0.04]),
-        loss=choose(["grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo", "dppo", "dppo_kl", "gmpo"]),
+        loss=choose(sorted(LOSSES.keys() - {"rloo"})),
         optim=choose(["adamw_torch_fused", "adamw_torch", "adafactor", "sgd"]),
         lora=lora,
         checkpointing=choose([None, True, False]),

@@ -25,6 +25,7 @@ from memsafe_rl.config.objectives import Objective, read_objectives
 from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
 from memsafe_rl.config.settings import TrainerSettings
 from memsafe_rl.config.validation import validate
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.types import LossSettings
 
 logger = logging.getLogger(__name__)
@@ -201,7 +202,12 @@ class TrainerConfig(TrainerSettings, ABC):
     @property
     def every_row_learns(self) -> bool:
         """Whether the loss has a term without the advantage in it, so that rows whose advantage is 0 count too."""
-        return self.loss_has_kl or self.gives_entropy_bonus
+        return self.loss_has_kl or self.gives_entropy_bonus or LOSSES[self.loss_settings().loss_type].traits.every_row
+
+    @property
+    def marks_tokens(self) -> bool:
+        """Whether a step marks tokens by scores of all its rows, before it is cut."""
+        return self.top_entropy_quantile < 1.0 or LOSSES[self.loss_settings().loss_type].mark is not None
 
     @property
     def objective_list(self) -> tuple[Objective, ...]:

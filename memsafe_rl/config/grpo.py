@@ -50,6 +50,7 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         _check_objectives(self)
         _check_estimator(self)
         _check_teacher(self)
+        _check_turns(self)
         level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
         if level not in levels:
             _warn(
@@ -124,6 +125,20 @@ def _check_teacher(config: GRPOConfig) -> None:
         return
     why = "with a teacher, which gives every token an advantage of its own and is the only reference"
     _refuse_changed(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
+    _check_separable(config, why)
+
+
+def _check_turns(config: GRPOConfig) -> None:
+    """Refuses settings of turn-level credit without it, and beside it what knows no advantage of a token."""
+    if not config.turn_advantage_coef:
+        _refuse_changed(config, ("turn_discount",), "without turn-level credit", ", or set turn_advantage_coef")
+        return
+    why = "with turn_advantage_coef, which gives every turn an advantage of its own"
+    _refuse_changed(config, ("objectives", "importance_sampling_level", "teacher_model_name_or_path"), why)
+    _check_separable(config, why)
+
+
+def _check_separable(config: GRPOConfig, why: str) -> None:
     if not LOSSES[config.loss_type].traits.separable:
         fitting = ", ".join(name for name, loss in LOSSES.items() if loss.traits.separable)
         raise ConfigError(f"loss_type is {config.loss_type!r} {why}. Set one of {fitting}.")

@@ -579,6 +579,15 @@ class GRPOSettings(TrainerSettings):
         "each with its own advantages and gradient; keys: rewards, weight, beta, kl_band, adaptive_beta, "
         "beta_bounds, beta_window, beta_factors; None: the weighted sum of all rewards.",
     )
+    turn_advantage_coef: float = reward(
+        0.0,
+        "Weight of turn-level credit in episodes (GiGPO): how what follows a turn compares with what follows the "
+        "group's other turns that began with the same observation; 0: none.",
+        low=0,
+    )
+    turn_discount: float = reward(
+        0.95, "How much a reward counts a turn earlier, for turn-level credit.", low=0, high=1
+    )
     teacher_model_name_or_path: str | None = token_reference(
         None,
         "Teacher for on-policy distillation, a name or a folder: a network of the model's family and vocabulary.",
@@ -616,6 +625,10 @@ class GRPOSettings(TrainerSettings):
     vespo_lambda_pos: float = loss(3.0, "Decay of VESPO's weight for positive advantages.", low=0)
     vespo_k_neg: float = loss(3.0, "Power of VESPO's weight for negative advantages.", low=0)
     vespo_lambda_neg: float = loss(2.0, "Decay of VESPO's weight for negative advantages.", low=0)
+    cov_fraction: float = loss(2e-4, "Share of a step's tokens that clip_cov and kl_cov mark.", above=0, high=1)
+    clip_cov_low: float = loss(1.0, "Least covariance of a token that clip_cov may mark.")
+    clip_cov_high: float = loss(5.0, "Greatest covariance of a token that clip_cov may mark.")
+    kl_cov_coef: float = loss(1.0, "What a token that kl_cov marks pays for a nat of its log-ratio.", low=0)
 
 
 @declare()

@@ -441,8 +441,9 @@ class Probe:
             later = [list(everyone)]
         if later:
             scored(adapter, later, with_kl=needs.with_kl, columns=needs.columns)
-        if config.top_entropy_quantile < 1.0:
-            scored(adapter, self._step_rows(trajectory), setup.row_by_row, with_entropy=True)
+        if config.marks_tokens:
+            wanted = config.top_entropy_quantile < 1.0
+            scored(adapter, self._step_rows(trajectory), setup.row_by_row, with_entropy=wanted)
         if adapter.routers is not None:
             scored(adapter, self._step_rows(trajectory), partial(counting_experts, setup, []))
         for critic in setup.advantages.critics:

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory, is_on_host
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.compiling import compiled_blocks
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
-from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
+from memsafe_rl.ops.losses import LOSSES, StepTokens, needs_whole_rows, policy_loss
+from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.parallel.one_process import WHOLE
 from memsafe_rl.parallel.shards import Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
@@ -69,6 +71,8 @@ class StepTerms:
     entropy_coef: float = 0.0  # coefficient of the entropy bonus
     # 1 where an action is among the most uncertain of the step, per row; None when all count
     entropy_masks: Mapping[int, Tensor] | None = None
+    # 1 where the loss marked an action of the step, per row; None where it marks none
+    marks: Mapping[int, Tensor] | None = None
     # whether another sampler drew the completions, so that its log-probs differ from the old
     sampler_is_external: bool = False
     values: ValueTerms | None = None  # the critic's loss; None without a critic
@@ -366,10 +370,12 @@ def loss_inputs(
     by_action = cut(trajectory.action_advantages)
     by_row = trajectory.advantages[list(rows)].to(device=device, dtype=dtype)
     has_old = trajectory.has_old and all(trajectory.has_old[row] for row in rows)
-    entropy_mask = None
-    if terms.entropy_masks is not None:
-        kept = Ragged.from_rows([terms.entropy_masks[row] for row in rows])
-        entropy_mask = cut_out(kept, range(len(rows)), columns, device).to(dtype)
+
+    def of_rows(values: Mapping[int, Tensor] | None) -> Tensor | None:
+        if values is None:
+            return None
+        return cut_out(Ragged.from_rows([values[row] for row in rows]), range(len(rows)), columns, device).to(dtype)
+
     counted_B = None
     if columns is not None:
         counted_B = torch.tensor([trajectory.counted_actions[row] for row in rows], dtype=dtype, device=device)
@@ -382,8 +388,9 @@ def loss_inputs(
         sampling_logprobs_BT=cut(trajectory.sampling_logprobs) if terms.sampler_is_external else None,
         importance_weights_BT=cut(trajectory.importance_weights),
         entropies_BT=scores.entropies_BT,
-        entropy_mask_BT=entropy_mask,
+        entropy_mask_BT=of_rows(terms.entropy_masks),
         entropy_coef=terms.entropy_coef,
+        marks_BT=of_rows(terms.marks),
         kl_BT=scores.kl_BT,
         row_counts_B=counted_B,
     )
@@ -447,6 +454,36 @@ def entropy_masks(
     flat = torch.cat([entropies[row] for row in rows])
     threshold = entropy_threshold(flat, torch.cat([counted[row] for row in rows]), top_quantile)
     return {row: high_entropy_mask(entropies[row], counted[row], threshold) for row in rows}
+
+
+def loss_marks(
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    logprobs: Mapping[int, Tensor],
+    settings: LossSettings,
+    key: Sequence[int],
+) -> dict[int, Tensor]:
+    """Has the loss mark actions of a whole step before it is cut; several objectives mark by the sum of advantages."""
+    loss, lengths = LOSSES[settings.loss_type], trajectory.action_lengths(rows)
+    assert loss.mark is not None, "only for a loss that marks is a step scored"
+
+    def flat(store: Ragged) -> Tensor:
+        views = store.rows()
+        return torch.cat([views[row].cpu() for row in rows])
+
+    logprobs_M = torch.cat([logprobs[row] for row in rows]).double()
+    old, own, counts = trajectory.old_logprobs, trajectory.action_advantages, torch.tensor(lengths)
+    has_old_M = torch.tensor([old is not None and trajectory.has_old[row] for row in rows]).repeat_interleave(counts)
+    log_ratio_M = torch.zeros_like(logprobs_M) if old is None else (logprobs_M - flat(old)).masked_fill(~has_old_M, 0.0)
+    advantages_M = flat(own) if own is not None else trajectory.advantages.cpu()[list(rows)].repeat_interleave(counts)
+    keys_MK = torch.tensor([[*key, row] for row in rows]).repeat_interleave(counts, dim=0)
+    columns_M = torch.cat([torch.arange(length) for length in lengths])
+    uniforms_M, mask_M = uniform_noise(hash_fields(keys_MK, columns_M), 1)[:, 0], flat(trajectory.loss_mask).bool()
+    marks_M = loss.mark(StepTokens(logprobs_M, log_ratio_M, advantages_M.double(), mask_M, uniforms_M), settings)
+    if not isinstance(marks_M, Tensor) or marks_M.shape != mask_M.shape or marks_M.dtype != torch.bool:
+        told = f"{marks_M.dtype} of {tuple(marks_M.shape)}" if isinstance(marks_M, Tensor) else repr(marks_M)
+        raise ConfigError(f"mark of loss {loss.name!r} gave {told:.80}. Return a bool for each action, (M,).")
+    return dict(zip(rows, torch.split((marks_M & mask_M).float(), list(lengths)), strict=True))
 
 
 def joined(parts: Sequence[StepGradient], weights: Sequence[float], merge: dict[str, float]) -> StepGradient:

@@ -19,6 +19,7 @@ from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import watch_gradients
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.slices import Cursor, rows_of_step
 from memsafe_rl.training import failure, refusal
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
@@ -30,6 +31,7 @@ from memsafe_rl.training.gradient import (
     as_it_is,
     contributes,
     entropy_masks,
+    loss_marks,
     loss_of_scores,
 )
 from memsafe_rl.training.metrics.step_metrics import (
@@ -50,6 +52,9 @@ from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdateP
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+Marks = Mapping[int, Tensor]
+"""For each row, 1 where an action of it is marked."""
 
 
 @contextmanager
@@ -98,9 +103,10 @@ class Learner:
         rollout = state.rollout
         assert rollout is not None, "a step learns from a rollout"
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
-        scores_first = self._config.top_entropy_quantile < 1.0 or self._setup.adapter.routers is not None
+        scores_first = self._settings.marks_tokens or self._setup.adapter.routers is not None
         with self._setup.gathered() if scores_first else nullcontext():
-            terms = self.fix_terms(rollout, rows, state.controllers)  # over the whole step, before anything is cut
+            # over the whole step, before anything is cut
+            terms = self.fix_terms(rollout, rows, state.controllers, step=state.step)
         mine = self.local_rows(rollout.trajectory, rows)
         self.plan(rollout.trajectory, mine)
         with self._setup.memory.phase(Phase.UPDATE):
@@ -142,13 +148,14 @@ class Learner:
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
-    def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
+    def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:
         """Works out over the whole step and all ranks what its loss divides by, weighs by, masks and balances."""
-        return replace(self._loss_terms(rollout, rows, controllers), balance=self._balance(rollout.trajectory, rows))
+        terms = self._loss_terms(rollout, rows, controllers, step)
+        return replace(terms, balance=self._balance(rollout.trajectory, rows))
 
-    def _loss_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers) -> StepTerms:
+    def _loss_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, step: int) -> StepTerms:
         trajectory, config = rollout.trajectory, self._config
-        masks = self._entropy_masks(trajectory, rows) if config.top_entropy_quantile < 1.0 else None
+        masks, marks = self._marks(trajectory, rows, step) if self._settings.marks_tokens else (None, None)
         counts = self._repeat(Stage.PREPARE, attrgetter("counted_actions"), trajectory)
         tokens = sum(counts[row] for row in rows)
         kept = tokens if masks is None else sum(sum(masks[row].tolist()) for row in rows)
@@ -160,6 +167,7 @@ class Learner:
             with_entropy=True,
             entropy_coef=controllers.entropy_coef(config),
             entropy_masks=masks,
+            marks=marks,
             sampler_is_external=rollout.external,
             values=self._setup.advantages.loss_term(),
         )
@@ -179,16 +187,26 @@ class Learner:
             mine = self._repeat(Stage.STORE, _added, found, nothing)
             return BalanceTerms(routers.coef, self._repeat(Stage.STORE, _added, setup.parallel.gather([mine]), nothing))
 
-    def _entropy_masks(self, trajectory: Trajectory, rows: Sequence[int]) -> Mapping[int, Tensor]:
-        """Marks the most uncertain actions of a step in fixed tiles: a mark moved by rounding moves the gradient."""
-        with self._setup.memory.phase(Phase.SCORE):
-            mine, scored = Scorer(self._setup).passed(
-                self._setup.adapter, trajectory, rows, context=self._setup.row_by_row, with_entropy=True
+    def _marks(self, trajectory: Trajectory, rows: Sequence[int], step: int) -> tuple[Marks | None, Marks | None]:
+        """Marks the most uncertain actions of a step, and those that its loss marks.
+
+        The step is scored in fixed tiles: a mark moved by rounding moves the gradient.
+        """
+        setup, config, repeat = self._setup, self._config, self._repeat
+        quantile, loss = config.top_entropy_quantile, self._settings.loss
+        with_entropy, masks, marks = quantile < 1.0, None, None
+        with setup.memory.phase(Phase.SCORE):
+            mine, scored = Scorer(setup).passed(
+                setup.adapter, trajectory, rows, context=setup.row_by_row, with_entropy=with_entropy
             )
-            found = [(row, scores.entropies) for row, scores in zip(mine, scored, strict=True)]
-            entropies = {row: values for row, values in self._setup.parallel.gather(found) if values is not None}
-            quantile = self._config.top_entropy_quantile
-            return self._repeat(Stage.STORE, entropy_masks, trajectory, rows, entropies, top_quantile=quantile)
+            found = dict(setup.parallel.gather(list(zip(mine, scored, strict=True))))
+            if with_entropy:
+                entropies = {row: one.entropies for row, one in found.items() if one.entropies is not None}
+                masks = repeat(Stage.STORE, entropy_masks, trajectory, rows, entropies, top_quantile=quantile)
+            if LOSSES[loss.loss_type].mark is not None:
+                logprobs, key = {row: one.logprobs for row, one in found.items()}, (config.seed, step)
+                marks = repeat(Stage.STORE, loss_marks, trajectory, rows, logprobs, loss, key)
+        return masks, marks
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""
@@ -288,7 +306,7 @@ class Learner:
     def loss_of(self, rollout: Rollout, controllers: Controllers) -> float:
         """Gives the loss of a whole rollout with the weights that drew it, over all ranks; moves nothing."""
         trajectory, rows = rollout.trajectory, list(range(len(rollout.trajectory)))
-        terms = self._loss_terms(rollout, rows, controllers)
+        terms = self._loss_terms(rollout, rows, controllers, step=0)
         with self._setup.memory.phase(Phase.EVALUATE):
             mine, scored = Scorer(self._setup).passed(self._setup.adapter, trajectory, rows, with_entropy=True)
             share = self._repeat(Stage.MEASURE, loss_of_scores, trajectory, mine, terms, scored)

@@ -135,7 +135,9 @@ class Rollout:
             return replace(self, trajectory=self.trajectory.moved(move))
 
 
-def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bool) -> Trajectory:
+def build_trajectory(
+    samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False
+) -> Trajectory:
     """Stores samples as a trajectory that has no advantages yet."""
     pieces, sample_of_row = _learnt(samples)
     cut = [masks_truncated and not piece.completion.finished for piece in pieces]
@@ -160,6 +162,7 @@ def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bo
         starts=torch.stack(starts) if starts else None,
         sample_of_row=sample_of_row if split else (),
         prefixes=sort_by_tokens([torch.cat([one.condition, one.completion.ids]) for one in pieces]) if split else (),
+        turns=tuple(piece.played for piece in pieces) if with_turns else (),
     )
 
 

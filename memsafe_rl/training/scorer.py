@@ -116,7 +116,7 @@ class Scorer:
             return trajectory
         with self._setup.memory.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
             # What decides which tokens are learnt from must not round differently in another plan.
-            context = self._setup.row_by_row if self._config.top_entropy_quantile < 1.0 else None
+            context = self._setup.row_by_row if self._settings.marks_tokens else None
             work = self.adapter.work(trajectory, range(len(trajectory)))
             sources = read_sources(self.adapter, trajectory, self.attempt(Stage.SCORE, work, context))
         return replace(trajectory, sources=sources)

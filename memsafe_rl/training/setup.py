@@ -64,6 +64,7 @@ class StepSettings:
     order_seed: int  # of every order of prompts and rows
     has_reference: bool  # whether a reference is scored
     every_row_learns: bool  # whether rows without advantage move weights too
+    marks_tokens: bool  # whether a step marks tokens by scores of all its rows, before it is cut
     gives_entropy_bonus: bool
     autocast_dtype: torch.dtype | None  # None for the weights' own
     loss: LossSettings

@@ -36,4 +36,4 @@ from memsafe_rl.types.plans import (
     whole_blocks,
 )
 from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey, TextStops
-from memsafe_rl.types.trajectory import Ragged, Trajectory
+from memsafe_rl.types.trajectory import Ragged, Trajectory, Turn

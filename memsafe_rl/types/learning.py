@@ -39,6 +39,10 @@ class LossSettings:
     vespo_lambda_pos: float = 3.0  # VESPO decay for non-negative advantages
     vespo_k_neg: float = 3.0  # VESPO power for negative advantages
     vespo_lambda_neg: float = 2.0  # VESPO decay for negative advantages
+    cov_fraction: float = 2e-4  # share of a step's tokens that clip_cov and kl_cov mark
+    clip_cov_low: float = 1.0  # least covariance of a token that clip_cov may mark
+    clip_cov_high: float = 5.0  # greatest covariance of one
+    kl_cov_coef: float = 1.0  # what kl_cov's marked tokens pay for a nat of log-ratio
     max_completion_length: int = 512  # Dr. GRPO's constant, in tokens
 
 
@@ -68,6 +72,7 @@ class LossInputs:
     entropies_BT: Tensor | None = None  # (B, T), nats, with gradient when a bonus is on; None if not computed
     entropy_mask_BT: Tensor | None = None  # (B, T), 1 where an action is among the most uncertain; None when all count
     entropy_coef: float = 0.0  # coefficient of the entropy bonus in this step
+    marks_BT: Tensor | None = None  # (B, T), 1 where the loss marked an action of the whole step; None: it marks none
     # (B, T), nats, with gradient, the KL to the reference in closed form; it takes the place of what is estimated from
     # ``ref_logprobs_BT``
     kl_BT: Tensor | None = None

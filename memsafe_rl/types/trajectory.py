@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,14 @@ class Ragged:
         return store
 
 
+class Turn(NamedTuple):
+    """One turn of an agent, among the columns of a row."""
+
+    start: int  # its first column; it lasts until the next turn's
+    state: int  # names what the agent had seen since its turn before; the same for equal observations
+    reward: float  # part of the episode's reward that it has earned itself
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One rollout, ready to learn from: rows × columns, whatever the kind of model."""
@@ -103,6 +111,8 @@ class Trajectory:
     # for each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
     # there; () where rows share nothing but whole prompts
     prefixes: tuple[tuple[int, int], ...] = ()
+    # for each row, the turns it holds; () where nobody asks for them
+    turns: tuple[tuple[Turn, ...], ...] = ()
     # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
     # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew

@@ -113,6 +113,9 @@ def _surrogate(inputs, settings, row, column, columns, ratio, advantage, logprob
         held = [_held(log_ratios[t], settings, at(inputs.advantages_B, row, t)) for t in kept]
         # What multiplies each of the row's tokens; those that are not marked count for nothing later.
         return -(sum(held) / max(1, len(kept))).exp() * advantage * len(columns) / len(kept) if kept else 0 * logprob
+    marked = 0.0 if inputs.marks_BT is None else float(inputs.marks_BT[row, column])
+    if settings.loss_type == "kl_cov":
+        return -ratio * advantage + settings.kl_cov_coef * marked * log_ratios[column].abs()
     if settings.loss_type in ("dppo", "dppo_kl"):
         new, old = (math.exp(value.detach()) for value in (logprob, logprob - log_ratios[column]))
         up = new > old
@@ -130,7 +133,8 @@ def _surrogate(inputs, settings, row, column, columns, ratio, advantage, logprob
     clipped = min(max(float(ratio.detach()), low), high) if not low <= ratio <= high else ratio
     bounded = ratio if settings.delta is None or ratio <= settings.delta else settings.delta
     first, second = bounded * advantage, clipped * advantage
-    return -(first if first <= second else second)
+    loss = -(first if first <= second else second)
+    return loss * (1 - marked) if settings.loss_type == "clip_cov" else loss
 
 
 def _held(log_ratio, settings, advantage):

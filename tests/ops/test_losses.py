@@ -56,6 +56,7 @@ def step_inputs(dtype=torch.float64, lengths=LENGTHS, **extra) -> LossInputs:
         "ref_logprobs_BT": ((logprobs + draw(*shape) - 0.5) * present).to(dtype),
         "entropies_BT": (3 * draw(*shape) * present).to(dtype).requires_grad_(),
         "sampling_logprobs_BT": ((logprobs + draw(*shape) * 0.6 - 0.3) * present).to(dtype),
+        "marks_BT": (draw(*shape) < 0.4).to(dtype),
     }
     return LossInputs(**{**values, **extra})
 

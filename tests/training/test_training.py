@@ -95,7 +95,11 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path) -> None:
 # float64 tells losses apart from rounding; float32 is what most runs learn in.
 @pytest.mark.parametrize(
     ("dtype", "bound", "loss_type"),
-    [(torch.float32, 1e-6, "dapo"), *((torch.float64, 1e-12, loss) for loss in ("dapo", "grpo", "vespo"))],
+    [
+        (torch.float32, 1e-6, "dapo"),
+        (torch.float32, 1e-6, "clip_cov"),
+        *((torch.float64, 1e-12, loss) for loss in ("dapo", "grpo", "vespo", "kl_cov")),
+    ],
 )
 def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: float, loss_type: str) -> None:
     def run(**settings: Any) -> torch.Tensor:

@@ -157,6 +157,7 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
         inputs.importance_weights_BT,
         settings,
         inputs.entropy_mask_BT,
+        inputs.marks_BT,
     )
 
 
@@ -227,6 +228,7 @@ class Ratios:
         settings: the configuration.
         entropy_mask_BT: (B, T), 1 where an action is among the most uncertain; None where all count. It multiplies
             the loss besides.
+        marks_BT: (B, T), 1 where `Loss.mark` marked an action; None where nothing is marked.
     """
 
     logprobs_BT: Tensor
@@ -237,6 +239,25 @@ class Ratios:
     importance_weights: Tensor | None
     settings: LossSettings
     entropy_mask_BT: Tensor | None = None
+    marks_BT: Tensor | None = None
+
+
+class StepTokens(NamedTuple):
+    """All actions of an optimizer step over all ranks, rows laid end to end, before anything is cut.
+
+    Args:
+        logprobs_M: (M,) float64, nats, under the present weights.
+        log_ratio_M: (M,) float64, ``log pi - log pi_old``, nats; 0 where the old ones are the present ones.
+        advantages_M: (M,) float64.
+        mask_M: (M,) bool, whether an action counts.
+        uniforms_M: (M,) float64 between 0 and 1, a hash of seed, step, row and column: random, and always the same.
+    """
+
+    logprobs_M: Tensor
+    log_ratio_M: Tensor
+    advantages_M: Tensor
+    mask_M: Tensor
+    uniforms_M: Tensor
 
 
 class Measures(NamedTuple):
@@ -258,6 +279,7 @@ class LossTraits:
         aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
         tokens_only: whether it compares probabilities, which tokens have and denoising steps have not.
+        every_row: whether it has a gradient where the advantage is 0.
 
     Raises:
         ConfigError: If a level or the aggregation is unknown.
@@ -268,6 +290,7 @@ class LossTraits:
     aggregation: str = "token-mean"
     weighs_sampler: bool = False
     tokens_only: bool = False
+    every_row: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
@@ -292,9 +315,12 @@ class Loss:
         traits: what the trainer must know of it.
         measure: gives the numbers reported for it.
         metrics: by metric, the sum of ``measure`` it shows, and the sum that divides it; None for the step's ratios.
+        mark: marks actions, (M,) bool, of a whole step that is scored first; ``function`` finds them in its `Ratios`.
+            None for a loss that needs none.
 
     Raises:
-        ConfigError: If the name is no text, ``function`` or ``measure`` is no function, or ``metrics`` is no mapping.
+        ConfigError: If the name is no text, ``function``, ``measure`` or ``mark`` is no function, or ``metrics`` is no
+            mapping.
     """
 
     name: str
@@ -302,12 +328,15 @@ class Loss:
     traits: LossTraits = LossTraits()
     measure: Callable[[Ratios], Measures] = lambda _: Measures({})
     metrics: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+    mark: Callable[[StepTokens, LossSettings], Tensor] | None = None
 
     def __post_init__(self) -> None:
         check_part(self)
         if not all((isinstance(self.traits, LossTraits), callable(self.measure), isinstance(self.metrics, Mapping))):
             given = f"traits {self.traits!r:.80}, measure {self.measure!r:.80} and metrics {self.metrics!r:.80}"
             raise ConfigError(f"loss {self.name!r} has {given}; give LossTraits(...), a function and a mapping.")
+        if self.mark is not None and not callable(self.mark):
+            raise ConfigError(f"loss {self.name!r} has mark {self.mark!r:.80}; give a function, or None.")
 
 
 LOSSES: Registry[Loss] = Registry("loss_type", Loss)

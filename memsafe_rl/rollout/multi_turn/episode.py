@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, User
-from memsafe_rl.types import Completion, SequenceKey
+from memsafe_rl.types import Completion, SequenceKey, Turn
 
 _TURN_MULTIPLIER = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio (Knuth, TAOCP 3, 6.4): spreads small numbers over 64 bits."""
@@ -71,6 +73,7 @@ class Segment:
     completion: Completion  # everything behind it, as one; log-probs are 0 where ``mask`` is
     mask: Tensor  # (T,) uint8, 1 where the agent drew the token
     turns: int = 1  # how many turns it holds
+    played: tuple[Turn, ...] = ()  # what is known of each
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,14 @@ class Episode:
         return self.ending in _BY_ITSELF
 
 
+def seen_since(messages: Sequence[Message]) -> int:
+    """Names, in 63 bits, what an agent has seen since it last spoke; equal words have one name in every process."""
+    spoke = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    seen = messages[spoke[-1] + 1 if spoke else 0 :]
+    text = json.dumps([dict(message) for message in seen], sort_keys=True, default=str)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
 def turn_key(key: SequenceKey, turn: int, *, user: bool = False) -> SequenceKey:
     """Names the random stream of one turn; the agent's first is the episode's own."""
     place = 2 * turn + user
@@ -112,7 +123,7 @@ class _Growing:
     # likewise, of the model's own distribution
     model_logprobs: array[float] = field(default_factory=lambda: array("f"))
     ties: int = 0
-    turns: int = 0
+    played: list[Turn] = field(default_factory=list)
 
     def begins(self, context: Sequence[int]) -> bool:
         """Whether a context begins with all its tokens."""
@@ -122,19 +133,24 @@ class _Growing:
         first = len(self.condition)
         return list(context[:first]) == self.condition and list(context[first:known]) == self.ids.tolist()
 
-    def add(self, context: Sequence[int], completion: Completion) -> None:
+    def add(self, context: Sequence[int], completion: Completion, state: int) -> None:
         """Adds what a context holds beyond it, and a turn."""
         told = context[len(self.condition) + len(self.ids) :]
         self.ids.extend(told)
         self.mask.extend(bytes(len(told)))
         self.logprobs.extend([0.0] * len(told))
         self.model_logprobs.extend([0.0] * len(told))
+        self.played.append(Turn(len(self.ids), state, 0.0))
         self.ids.extend(completion.ids.tolist())
         self.mask.extend(b"\x01" * len(completion.ids))
         self.logprobs.extend(completion.logprobs.tolist())
         self.model_logprobs.extend(completion.model_logprobs.tolist())
         self.ties += completion.ties
-        self.turns += 1
+
+    def earn(self, reward: float) -> None:
+        """Pays the last turn."""
+        turn = self.played[-1]
+        self.played[-1] = turn._replace(reward=turn.reward + float(reward))
 
     def segment(self, finished: bool) -> Segment:
         """Gives it as it is, whole."""
@@ -142,7 +158,8 @@ class _Growing:
         own = torch.tensor(self.model_logprobs, dtype=torch.float32)
         completion = Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, finished, self.ties)
         mask = torch.tensor(list(self.mask), dtype=torch.uint8)
-        return Segment(torch.tensor(self.condition, dtype=torch.int64), completion, mask, self.turns)
+        condition, played = torch.tensor(self.condition, dtype=torch.int64), tuple(self.played)
+        return Segment(condition, completion, mask, len(played), played)
 
 
 @dataclass
@@ -176,7 +193,7 @@ class LiveEpisode:
         """Notes a turn that the agent drew behind the present context."""
         if not self.grown or not self.grown[-1].begins(self.context):
             self.grown.append(_Growing(list(self.context)))
-        self.grown[-1].add(self.context, completion)
+        self.grown[-1].add(self.context, completion, seen_since(self.messages))
         self.drawn = completion.ids.tolist()
         self.turns += 1
 

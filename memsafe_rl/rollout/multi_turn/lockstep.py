@@ -182,6 +182,7 @@ class EpisodeBatch:
         one.tool_calls += len(one.action.calls)
         one.tool_rounds += bool(one.action.calls)
         one.tool_failures += step.failures
+        one.grown[-1].earn(step.reward)
         seen, kept, told_tools = observed(step.observation), len(one.messages), one.schemas
         if isinstance(step.observation, Rewritten):
             one.schemas = tool_schemas(one.environment.tools)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -77,14 +78,18 @@ class Step:
         observation: what the agent sees next; a text is a message of the role "user".
         done: whether the episode is over.
         failures: tool calls that failed.
+        reward: part of the episode's reward that this turn has earned, for turn-level credit; the last turn has the
+            rest. `Environment.reward` gives the whole.
 
     Raises:
-        DataError: failures are no number of calls, or done is a text, which would always be true.
+        DataError: failures are no number of calls, the reward is not finite, or done is a text, which would always be
+            true.
     """
 
     observation: Observation = None
     done: bool = False
     failures: int = 0
+    reward: float = 0.0
 
     def __post_init__(self) -> None:
         done: object = self.done
@@ -96,6 +101,8 @@ class Step:
             raise DataError(
                 f"a Step has failures={self.failures!r:.100}. Give the number of tool calls that failed."
             ) from error
+        if not isinstance(self.reward, (int, float)) or not math.isfinite(self.reward):
+            raise DataError(f"a Step has reward={self.reward!r:.100}. Give a finite number, or leave it out.")
 
 
 class User:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.config.grpo import RLOOConfig
+from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.models.critic import Critic
-from memsafe_rl.ops.advantages import leave_one_out, normalised_in_batch
+from memsafe_rl.ops.advantages import centred_in_group, leave_one_out, normalised_in_batch, normalised_in_group
+from memsafe_rl.ops.turns import relative_to_state, turn_returns
 from memsafe_rl.training.gradient import ValueTerms
-from memsafe_rl.types import AdvantageResult, Component, Ragged, Trajectory, UpdateWork
+from memsafe_rl.types import AdvantageResult, Component, Ragged, Trajectory, Turn, UpdateWork
 
 if TYPE_CHECKING:
     from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
@@ -36,6 +37,7 @@ class ScoringNeeds:
 
     logprobs: bool = False  # whether every row's log-probs are scored under the present weights
     columns: tuple[int, ...] | None = None  # the columns scored of a row; None for all that count
+    turns: bool = False  # whether a row's turns are kept until then
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
 
 
@@ -181,3 +183,45 @@ def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: 
     distilled = replace(trajectory, action_advantages=Ragged(by_token.masked_fill(~mask, 0.0), lengths))
     claim(Component.TRAJECTORY, distilled.tensors())
     return distilled, {"distillation/kl": float(gaps.sum()) / max(1, int(mask.sum()))}
+
+
+def turn_advantages(config: GRPOConfig) -> GroupAdvantages:
+    """Adds to an episode's group advantage, for the tokens of each turn, how it compares with turns in the same state.
+
+    GiGPO (arXiv:2505.10978): ``A_t = A^E + coef A^S``.
+    """
+    compare = centred_in_group if config.scale_rewards == "none" else normalised_in_group
+    coef, discount = config.turn_advantage_coef, config.turn_discount
+    return GroupAdvantages(partial(_by_turn, coef, discount, compare), ScoringNeeds(turns=True), by_token=True)
+
+
+def _by_turn(
+    coef: float,
+    discount: float,
+    compare: Callable[[Tensor], Tensor],
+    trajectory: Trajectory,
+    rewards_B: Tensor,
+    group_size: int,
+) -> Assigned:
+    """Gives the tokens of a turn their episode's advantage and the turn's own; the last turn has the reward's rest."""
+    lengths, played = trajectory.actions.lengths, trajectory.turns or ((),) * len(trajectory)
+    turns: dict[int, list[tuple[int, Turn]]] = {}
+    for row, sample in enumerate(trajectory.sample_of_row or range(len(trajectory))):
+        turns.setdefault(sample, []).extend((row, turn) for turn in played[row])
+    returns, states = [torch.zeros(0, dtype=torch.float64)], []
+    for sample, own in turns.items():
+        paid_T = torch.tensor([turn.reward for _, turn in own], dtype=torch.float64)
+        paid_T[-1:] += rewards_B[sample].double() - paid_T.sum()
+        returns.append(turn_returns(paid_T, discount))
+        states += [(sample // group_size, turn.state) for _, turn in own]
+    advantages_N, met_N = relative_to_state(torch.cat(returns), states, compare)
+    by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths))
+    views = Ragged(by_token, lengths).rows()
+    places = [place for own in turns.values() for place in own]
+    for (row, turn), advantage in zip(places, (coef * advantages_N).tolist(), strict=True):
+        later = [other.start for other in played[row] if other.start > turn.start]
+        views[row][turn.start : min(later, default=lengths[row])] += advantage
+    masked = by_token.masked_fill(~trajectory.loss_mask.flat.bool(), 0.0)
+    credited = replace(trajectory, action_advantages=Ragged(masked, lengths), turns=())
+    claim(Component.TRAJECTORY, credited.tensors())
+    return credited, {"turns/compared": float(met_N.double().mean()) if len(met_N) else 0.0}

@@ -19,6 +19,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
+from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.merging import add_up, cosines, exact_factors, gram_matrix, merge_weights
 from memsafe_rl.slices import merge_orders
 from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
@@ -138,7 +139,8 @@ class Combiner:
         gradients: list[list[Tensor]] = []  # whole ones of finished objectives, until the others' are there
         try:
             for index, part in enumerate(terms.objectives):
-                every_row = part.settings.beta != 0 or setup.settings.gives_entropy_bonus
+                pushes = setup.settings.gives_entropy_bonus or LOSSES[part.settings.loss_type].traits.every_row
+                every_row = part.settings.beta != 0 or pushes
                 own = repeat(Stage.MERGE, learning_rows, trajectory, index, rows, every_row=every_row)
                 rollout, gradient = accumulate(
                     rollout,

@@ -42,6 +42,7 @@ from memsafe_rl.training.algorithms.advantages import (
     GroupAdvantages,
     distilled_advantages,
     leave_one_out_advantages,
+    turn_advantages,
 )
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
@@ -260,6 +261,10 @@ def _advantages(
         return leave_one_out_advantages(config)
     if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
         return distilled_advantages(config.distillation_coef)
+    if isinstance(config, GRPOConfig) and config.turn_advantage_coef:
+        single = config.max_turn_length is None and config.max_episode_turns in (None, 1)
+        refusal.when(inputs.environments is None and single, "turn_advantage_coef", value=config.turn_advantage_coef)
+        return turn_advantages(config)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, partial(check, config, inputs.models))
