@@ -213,7 +213,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         self.host_weights = host_weights_of(self.lm)
         self._geometries.clear()
 
-    @in_its_numerics
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
@@ -232,11 +231,12 @@ class LanguageAdapter(ModelAdapter, ABC):
             if prompt < 1:
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
-        if self.path.route is Route.WHOLE and not packed:
-            logits_MV = self.row_logits(self.lm, trajectory, rows)
-            return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, FIXED_TILES.get())
-        hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
-        return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), FIXED_TILES.get())
+        with self.numerics():
+            if self.path.route is Route.WHOLE and not packed:
+                logits_MV = self.row_logits(self.lm, trajectory, rows)
+                return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, FIXED_TILES.get())
+            hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
+            return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), FIXED_TILES.get())
 
     def decode_plainly(
         self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
