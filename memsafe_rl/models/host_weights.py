@@ -243,6 +243,7 @@ def host_weights_of(network: nn.Module) -> HostWeights | ResidentWeights:
 
 def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
     """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room."""
+    device = torch.device("cpu") if device.type == "cpu" else device  # "cpu:0", as of ranks, would copy all weights
     weights = host_weights_of(network)
     stay = room_bytes is not None and weight_bytes(network) > room_bytes and any(weights.block_bytes)
     if stay:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from memsafe_rl.accounting import charge, host_memory, local_part, staging
@@ -106,9 +106,8 @@ class ShardedWeights:
         mesh = init_device_mesh(device.type, (ranks.world_size,))
         with charge(Component.WEIGHTS):
             for network in networks:
-                for block in blocks_of(network):
-                    fully_shard(block, mesh=mesh)
-                fully_shard(network, mesh=mesh)
+                for unit in (*blocks_of(network), network):
+                    fully_shard(unit, mesh=mesh, mp_policy=_in_float32(network))
         self._roots: list[Any] = list(networks)
         self._units: list[Any] = [
             module for root in self._roots for module in root.modules() if isinstance(module, FSDPModule)
@@ -318,6 +317,12 @@ class ShardedWeights:
 
 Shards = WholeWeights | ShardedWeights
 """Where a run's weights lie: whole on every rank, or divided."""
+
+
+def _in_float32(network: nn.Module) -> MixedPrecisionPolicy:
+    """Has gradients in half precision added up in float32, over ranks and over micro-batches that wait for it."""
+    narrow = any(weight.requires_grad and weight.itemsize < torch.float32.itemsize for weight in network.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
 
 
 def _unshard(group: Any) -> None:
