@@ -22,6 +22,7 @@ prompts are not worth the extra pieces of attention."""
 _LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
 """Tokens, and share of a micro-batch's, from which on a stretch that micro-batches share is run by itself, before them:
 a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
+
 _LIKE = 2
 """Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
 

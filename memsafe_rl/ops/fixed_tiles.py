@@ -231,9 +231,7 @@ _sigmoid = _in_steps(
     lambda grad, x: torch.ops.aten.sigmoid_backward(grad, x.sigmoid()),
 )
 _gelu_erf = _in_steps(
-    functional.gelu,
-    lambda x: (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5),
-    torch.ops.aten.gelu_backward,
+    functional.gelu, lambda x: (x * math.sqrt(0.5)).erf_().add_(1).mul_(x).mul_(0.5), torch.ops.aten.gelu_backward
 )
 _gelu_tanh = _in_steps(
     partial(functional.gelu, approximate="tanh"),

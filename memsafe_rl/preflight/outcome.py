@@ -77,8 +77,7 @@ class MemoryForecast:
     @property
     def peak_phase(self) -> Phase:
         """The phase that holds most."""
-        peaks = self.phase_bytes
-        return max(peaks, key=lambda phase: peaks[phase], default=Phase.LOAD)
+        return max(peaks := self.phase_bytes, key=peaks.__getitem__, default=Phase.LOAD)
 
     def plain(self) -> dict[str, Any]:
         """Gives the forecast in plain values, ready for JSON; the peak as ``predicted_peak_bytes``."""

@@ -100,18 +100,17 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     """Chooses what holds most among rollouts that are drawn and scored, and among those that are learnt from."""
     widest = [one for phase in (Phase.ROLLOUT, Phase.SCORE) for one in nlargest(1, drawn, key=_sizes_in(phase))]
     steps = [(one, step) for one in learnt for step in one.steps]
-    kinds = range(len(steps[0][1].sizes))
-    chosen = [found for kind in kinds for found in nlargest(1, steps, key=_size_of(kind))]
+    sizes = [step.sizes for _, step in steps]
+    ranks = [[(one[kind], *one) for one in sizes] for kind in range(len(sizes[0]))]  # alike in one, all decide
+    chosen = [steps[rank.index(max(rank))] for rank in ranks]
     # The first one's tile is that of no plan, so that another may hold more in larger ones.
     later = [one for one in drawn[1:] if one.largest.plan.logprob_tile > UpdatePlan.logprob_tile]
     later = nlargest(1, later, key=_sizes_in(Phase.SCORE))
     scored = [*drawn[:1], *widest, *later]
-
-    def place(one: _Planned) -> tuple[bool, bool]:
-        """Puts what is only scored in larger tiles after all others: it finds what they left cached too small."""
-        largest = one is chosen[0][0]
-        return one in later and not any(owner is one for owner, _ in chosen), largest
-
+    owners = {id(owner) for owner, _ in chosen}
+    # What is only scored in larger tiles comes after all others: it finds what they left cached too small.
+    among = {id(one): one for one in (*drawn, *learnt)}.values()
+    order = sorted(among, key=lambda one: (one in later and id(one) not in owners, one is chosen[0][0]))
     return [
         Trial(
             one.longest,
@@ -120,8 +119,8 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
             steps=tuple({id(step): step.step for owner, step in chosen if owner is one}.values()),
             plans=(one.plan, one.largest.plan),
         )
-        for one in sorted({id(one): one for one in (*drawn, *learnt)}.values(), key=place)
-        if one in scored or any(owner is one for owner, _ in chosen)
+        for one in order
+        if one in scored or id(one) in owners
     ]
 
 
@@ -159,9 +158,8 @@ class _Planned:
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         policy, state = setup.memory_policy, setup.memory_state()
         plan = served_by(setup.engine, policy.before_rollout(one.work, state))
-        steps = (_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
-        scored = _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
-        return cls(one.longest, plan, tuple(steps), scored)
+        steps = tuple(_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
+        return cls(one.longest, plan, steps, _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows)))
 
     @property
     def largest(self) -> _PlannedStep:
@@ -185,8 +183,3 @@ def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]
 def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:
     """Compares rollouts by the bytes that the policy expects of a phase, and where these are alike, by tokens."""
     return lambda one: (one.plan.predicted_bytes.get(phase, 0), *one.scored)
-
-
-def _size_of(kind: int) -> Callable[[tuple[_Planned, _PlannedStep]], tuple[int, ...]]:
-    """Compares steps by one of their sizes, and where this is alike, by all."""
-    return lambda one: (one[1].sizes[kind], *one[1].sizes)

@@ -142,9 +142,8 @@ def _telling(work: UpdateWork, plan: UpdatePlan) -> list[int]:
 
 def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
     """Gives the rows of a step as the run will draw them."""
-    config = setup.config
     with true_numbers():
-        return rows_of_step(cursor, config.rollout_rows, config.step_rows, config.order_seed)
+        return rows_of_step(cursor, setup.config.rollout_rows, setup.config.step_rows, setup.config.order_seed)
 
 
 def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:

@@ -47,15 +47,7 @@ from memsafe_rl.training.samples import (
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.training.state import RunState
-from memsafe_rl.types import (
-    AdvantageResult,
-    Completion,
-    Component,
-    Phase,
-    RolloutPlan,
-    RolloutWork,
-    Trajectory,
-)
+from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, RolloutPlan, RolloutWork, Trajectory
 
 Made = TypeVar("Made")
 

@@ -34,14 +34,7 @@ from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.optim.optimizer import Committer, trained_parameters
-from memsafe_rl.types import (
-    LossSettings,
-    MemoryState,
-    ModelGeometry,
-    RolloutPlan,
-    SamplingSettings,
-    UpdatePlan,
-)
+from memsafe_rl.types import LossSettings, MemoryState, ModelGeometry, RolloutPlan, SamplingSettings, UpdatePlan
 
 logger = logging.getLogger(__name__)
 

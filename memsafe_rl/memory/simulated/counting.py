@@ -32,17 +32,14 @@ from memsafe_rl.types import Component
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _UNLIMITED = -1
-_MOST_ELEMENTS = 2**21
-"""Elements of a kernel's arguments up to which it is run to see what it holds inside: 1,024 x 1,024 twice."""
+_MOST_ELEMENTS = 2**21  # of a kernel's arguments, up to which it is run to see what it holds inside
 _UNMARKED = -1
 _ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
 _NUMBERS = {component: number for number, component in enumerate(_COMPONENTS)}
 _PEAKS = (Held.PEAK, Held.SPAN, Held.HOST_PEAK)  # those that the allocator keeps
 
-_INSIDE: dict[Hashable, int] = {}
-"""What kernels were found to hold inside."""
-
+_INSIDE: dict[Hashable, int] = {}  # what kernels were found to hold
 _open_counts: list[CountingAllocator] = []
 """Counts that are open now, outermost first; they share one allocator."""
 
@@ -199,17 +196,16 @@ def measured_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if key not in _INSIDE:
         with _disable_current_modes(), torch.no_grad(), CountingAllocator() as count:
             before = count.mark_host(True)  # devices that count around this one hold none of it
-            args, kwargs = tree_map_only(Tensor, _hollow, (args, kwargs))
-            count.restart(Held.HOST_PEAK)
-            result = func(*args, **kwargs)
-            _INSIDE[key] = count.host_peak_bytes - count.host_live_bytes
-            del result, args, kwargs
-            count.mark_host(before)
+            try:
+                args, kwargs = tree_map_only(
+                    Tensor, lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype), (args, kwargs)
+                )
+                count.restart(Held.HOST_PEAK)
+                _ = func(*args, **kwargs)
+                _INSIDE[key] = count.host_peak_bytes - count.host_live_bytes
+            finally:
+                count.mark_host(before)
     return _INSIDE[key]
-
-
-def _hollow(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
 def compiler_available() -> bool:

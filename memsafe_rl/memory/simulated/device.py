@@ -11,7 +11,7 @@ from typing import Any
 from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
-from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available, measured_inside
+from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
 from memsafe_rl.memory.simulated.ledger import StorageLedger
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
@@ -96,7 +96,7 @@ class SimulatedMemory:
         if self.exact:
             self._counter = CountingAllocator(capacity_bytes, fail_at)
         else:
-            self._counter = StorageLedger(allocator, capacity_bytes, fail_at, measured_inside)
+            self._counter = StorageLedger(allocator, capacity_bytes, fail_at)
         self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []

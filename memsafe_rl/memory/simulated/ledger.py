@@ -8,7 +8,7 @@ behind the dispatcher, or temporaries inside a kernel but those that `workspaces
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from memsafe_rl.accounting import local_part
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.caching_allocator import Block, CachingAllocator
-from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES
 from memsafe_rl.types import Component
 
 _DEVICE_OF = torch.ops.prim.device.default
@@ -121,18 +121,13 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
 
     A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
     what they stand for. Under an allocator each storage counts as its block. It has the limits of `CountingAllocator`,
-    and refuses after the operator ran, before it counts. ``measure`` tells what a CPU kernel holds inside.
+    and refuses after the operator ran, before it counts.
     """
 
     def __init__(
-        self,
-        allocator: CachingAllocator | None = None,
-        capacity_bytes: int | None = None,
-        fail_at: int | None = None,
-        measure: Callable[[Any, Sequence[Any], Mapping[str, Any]], int] = lambda *_: 0,
+        self, allocator: CachingAllocator | None = None, capacity_bytes: int | None = None, fail_at: int | None = None
     ) -> None:
         check_limits(capacity_bytes, fail_at)
-        self._measure = measure
         super().__init__()  # type: ignore[no-untyped-call]
         self.allocator = allocator
         self.set_capacity(capacity_bytes)
@@ -233,27 +228,19 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
                     foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
                 if storage._cdata not in foreign:
                     self._enter(storage, leaf, self._component or self._unmarked, self._arena)
-        self.see_workspace(func, args, kwargs, result)
+        if (workspace := WORKSPACES.get(func.name())) is not None:
+            self.see_workspace(workspace(args, result))
         return result
 
-    def see_workspace(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Counts what an operator held inside, which is gone."""
-        if self._arena is not self._device or not (inside := self._workspace(func, args, kwargs, result)):
-            return
-        component = self._component or self._unmarked
-        size, block = self._obtain(inside, self._device)
-        self._device.add(component, size)
-        self._device.note_peaks()
-        self._device.add(component, -size)
-        self._give_back(block)
-
-    def _workspace(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        known = WORKSPACES.get(name := func.name())
-        if known is not None:
-            return known(args, result)
-        if self.allocator is not None:  # CPU kernels stand for others
-            return 0
-        return self._measure(func, args, kwargs) if is_measured(name, args) else cast_bytes(func, args, result)
+    def see_workspace(self, size: int) -> None:
+        """Counts what the operator that just ran held inside, which is gone."""
+        if size and self._arena is self._device:
+            component = self._component or self._unmarked
+            size, block = self._obtain(size, self._device)
+            self._device.add(component, size)
+            self._device.note_peaks()
+            self._device.add(component, -size)
+            self._give_back(block)
 
     def _asked(self, storage: torch.UntypedStorage, component: Component, rows: int) -> int:
         size, parts = storage.nbytes(), self._parts.get(component, 1)

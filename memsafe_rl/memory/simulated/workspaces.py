@@ -1,9 +1,8 @@
 """What no count of storages from Python can see: temporaries inside kernels, and what CUDA's libraries hold.
 
-Temporaries inside CPU kernels are measured: some once, with torch 2.13, and those that follow from the processor and
-its threads (oneDNN's products, attention) on the machine itself. Those of CUDA's are what their sources allocate
-(`mha_bwd` of FlashAttention 2 and `_efficient_attention_backward`, as PyTorch builds them), and what its libraries hold
-is read from PyTorch's source; neither is measured yet.
+Temporaries inside CPU kernels are measured with torch 2.13, those that follow from the processor where they are asked
+for. Those of CUDA's are what their sources allocate (`mha_bwd` of FlashAttention 2, `_efficient_attention_backward`),
+and what its libraries hold is read from PyTorch's source; neither is measured yet.
 """
 
 from __future__ import annotations
@@ -53,30 +52,25 @@ WORKSPACES: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
 """By operator, the bytes that its kernel holds for a moment besides its arguments and results; others hold a few."""
 
 _PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
-_CHOICES = ("aten::where", "aten::masked_fill")
+_CHOICES, _SUMS = ("aten::where", "aten::masked_fill"), ("aten::sum", "aten::mean")
 
 
 def is_measured(name: str, args: Sequence[Any]) -> bool:
     """Whether what a CPU kernel holds besides follows from the processor: oneDNN's products of halves, attention."""
-    halves = name in _PRODUCTS and args[-1].dtype.itemsize < _FLOAT_BYTES  # MKL makes those of float32
-    return halves or name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu")
+    return "flash_attention_for_cpu" in name or (name in _PRODUCTS and args[-1].dtype.itemsize < _FLOAT_BYTES)
 
 
 def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     """Counts the copies that a CPU kernel makes of arguments, and of a result it writes to, that have another type."""
     name = func.name()
-    if name.startswith(("aten::sum", "aten::mean")):
-        return int(args[0].numel() * result.dtype.itemsize) if args[0].dtype is not result.dtype else 0
-    if torch.Tag.pointwise not in func.tags:
+    if torch.Tag.pointwise not in func.tags and not name.startswith(_SUMS):
         return 0
-    taken = [one for one in args if isinstance(one, torch.Tensor) and one.dim()]
-    if name.startswith(_CHOICES):  # whose truth values stay such
-        taken = [one for one in taken if one.dtype is not torch.bool]
-    if len(types := {one.dtype for one in taken}) < 2:
-        return 0
-    common = functools.reduce(torch.promote_types, types)
+    chooses = name.startswith(_CHOICES)  # by truth values, which stay such
+    tensors = (one for one in args if isinstance(one, torch.Tensor) and one.dim())
+    taken = [one for one in tensors if one.dtype is not torch.bool or not chooses]
+    common = functools.reduce(torch.promote_types, {one.dtype for one in (*taken, result)})
     cast = [*taken, result] if result is args[0] else taken
-    return sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize
+    return int(sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize)
 
 
 CUBLAS_BYTES = {"9.0": 32 * _KIB**2, "": 8 * _KIB**2 + 128 * _KIB}

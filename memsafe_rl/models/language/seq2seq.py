@@ -83,12 +83,7 @@ class Seq2SeqAdapter(LanguageAdapter):
                 "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
             )
         super().__init__(
-            model,
-            lm,
-            pad_token_id=pad_token_id,
-            routes=(Route.MASKED,),
-            joins=True,
-            reference_model=reference_model,
+            model, lm, pad_token_id=pad_token_id, routes=(Route.MASKED,), joins=True, reference_model=reference_model
         )
         self._attention_configs = attention_configs(lm.get_decoder())
         self._biased = biased_modules(lm.get_decoder())

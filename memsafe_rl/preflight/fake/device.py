@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter, standing_for
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
+from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.memory.simulated.workspaces import cast_bytes, is_measured
 from memsafe_rl.preflight.fake.cuda import CudaFunctions
 from memsafe_rl.preflight.fake.memo import Memo
 
@@ -84,15 +86,18 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         key = _MEMO.key(func, args, kwargs)
         found = None if key is None else _MEMO.answer(key, args, mode)
-        if found is None:
+        if found is not None:
+            result, is_new = found
+            self._memory.ledger.see(result, is_new=is_new)
+        else:
             result = func(*args, **kwargs)
             if key is not None:
                 _MEMO.remember(key, func, args, kwargs, result)
-            return result
-        made, is_new = found
-        self._memory.ledger.see(made, is_new=is_new)
-        self._memory.ledger.see_workspace(func, args, kwargs, made)
-        return made
+        if self._memory.allocator is None:  # else CPU kernels stand for others
+            measured = is_measured(func.name(), args)
+            inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
+            self._memory.ledger.see_workspace(inside)
+        return result
 
 
 def _grouped_product(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES
+
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that say all about themselves."""
 
@@ -106,7 +108,7 @@ def _known(values: Sequence[Any]) -> tuple[Hashable, ...]:
 
 def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Recipe | None:
     """Says how to make a result again; None where it cannot be told."""
-    if type(result) is not FakeTensor or torch.Tag.inplace_view in func.tags:
+    if type(result) is not FakeTensor or func.name() in WORKSPACES or torch.Tag.inplace_view in func.tags:
         return None
     if result.layout is not torch.strided or result.is_conj() or result.is_neg() or result.constant is not None:
         return None

@@ -69,10 +69,7 @@ class Denoisers(ModelFactory):
         refusal.when(request.ref_model is not None, "denoiser/ref_model")
         with charge(Component.WEIGHTS):
             trained, reference = prepare_policy(
-                request.model,
-                peft_config=request.peft_config,
-                device=device,
-                with_reference=self._config.has_reference,
+                request.model, peft_config=request.peft_config, device=device, with_reference=self._config.has_reference
             )
         hold(Component.WEIGHTS, weights_of(*(network for network in (trained, reference) if network is not None)))
         return LoadedModel(trained, reference, 0.0)

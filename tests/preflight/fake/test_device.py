@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memsafe_rl.accounting import charge, worth_running
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.preflight.fake.device import fake_device, nothing_differs
 from memsafe_rl.preflight.fake.families import FAMILIES, config_for, known_config
@@ -132,6 +133,37 @@ def test_a_kernels_own_temporaries_count() -> None:
         held = drawn(real)
     with fake_device() as fake:
         assert drawn(fake) == held
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@pytest.mark.parametrize(
+    "operate",
+    [
+        lambda: halves(96, 560) @ halves(8, 560).T,
+        lambda: torch.addmm(halves(96), halves(12, 504), halves(504, 96)),
+        lambda: torch.bmm(halves(72, 1, 31), halves(72, 31, 16)),
+        lambda: _flash(*(torch.zeros(3, 2, 32, 16) for _ in range(3)), 0.0, True),
+        lambda: _flash(*(halves(3, 2, 32, 16) for _ in range(3)), attn_mask=halves(32, 32).expand(3, 2, 32, 32)),
+        lambda: torch.ones(9, 50) * halves(9, 50),
+        lambda: halves(9, 1).expand(9, 50) - torch.ones(9, 50),
+        lambda: halves(9, 50).add_(torch.ones(9, 50)),
+        lambda: torch.where(halves(9, 50) > 0, halves(9, 50), torch.ones(9, 50)),
+        lambda: halves(9, 50).sum(-1, dtype=torch.float32),
+    ],
+)
+def test_what_cpu_kernels_hold_inside_counts_as_an_allocator_counts_it(operate: Any) -> None:
+    """What oneDNN and attention take follows from processor and threads; other kernels copy what has another type."""
+    with CountingAllocator() as counted:
+        operate()
+    with fake_device() as seen:
+        operate()
+    assert seen.peak_bytes == counted.peak_bytes > 0
 
 
 def test_who_counts_outside_is_not_told_of_fake_tensors() -> None:
