@@ -101,6 +101,8 @@ class Trajectory:
     # per action, a critic's value of the state it was taken in, at the rollout; None without a critic
     values: Ragged | None = None
     returns: Ragged | None = None  # per action, what the critic should have said; None without a critic
+    # nats, at half the temperature, until advantages are known; B rows, None where nobody needs them
+    sharper_logprobs: Ragged | None = None
     # one advantage per action, in place of ``advantages`` in the loss; None for one per row
     action_advantages: Ragged | None = None
     # (B, K) float32, of each of K objectives; NaN where one did not score a row; None where there is but one, which
