@@ -112,6 +112,9 @@ class Trajectory:
     sample_of_row: tuple[int, ...] = ()
     # for each row, the turns it holds; () where nobody asks for them
     turns: tuple[tuple[Turn, ...], ...] = ()
+    # for each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
+    # there; () where rows share nothing but whole prompts
+    prefixes: tuple[tuple[int, int], ...] = ()
     # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
     # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew
