@@ -61,10 +61,10 @@ class Scorer:
         trajectory: Trajectory,
         rows: Sequence[int],
         known: Ragged | None = None,
-        temperature_factor: float = 1.0,
+        **how: Any,
     ) -> Ragged:
         """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
-        mine, found = self.passed(adapter, trajectory, rows, temperature_factor=temperature_factor)
+        mine, found = self.passed(adapter, trajectory, rows, **how)
         return self.laid_beside(trajectory, mine, [scores.logprobs for scores in found], known)
 
     def passed(
