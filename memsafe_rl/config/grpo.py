@@ -50,7 +50,7 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         _check_objectives(self)
         _check_estimator(self)
         _check_teacher(self)
-        _check_turns(self)
+        _check_by_token(self)
         level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
         if level not in levels:
             _warn(
@@ -128,13 +128,18 @@ def _check_teacher(config: GRPOConfig) -> None:
     _check_separable(config, why)
 
 
-def _check_turns(config: GRPOConfig) -> None:
-    """Refuses settings of turn-level credit without it, and beside it what knows no advantage of a token."""
+def _check_by_token(config: GRPOConfig) -> None:
+    """Refuses settings of turn-level credit without it, and what knows no advantage of a token beside one."""
+    names = ("objectives", "importance_sampling_level", "teacher_model_name_or_path")
+    if config.advantage_estimator == "otb":
+        why = "with advantage_estimator='otb', which gives every token an advantage of its own"
+        _refuse_changed(config, (*names, "turn_advantage_coef"), why)
+        _check_separable(config, why)
     if not config.turn_advantage_coef:
         _refuse_changed(config, ("turn_discount",), "without turn-level credit", ", or set turn_advantage_coef")
         return
     why = "with turn_advantage_coef, which gives every turn an advantage of its own"
-    _refuse_changed(config, ("objectives", "importance_sampling_level", "teacher_model_name_or_path"), why)
+    _refuse_changed(config, names, why)
     _check_separable(config, why)
 
 

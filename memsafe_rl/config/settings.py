@@ -559,7 +559,7 @@ class GRPOSettings(TrainerSettings):
     advantage_estimator: str = reward(
         "group",
         "Estimator of advantages: 'group' (as scale_rewards says), 'rloo', 'dr_grpo', 'reinforce++', "
-        "'reinforce++-baseline', 'maxrl' or 'opo'; in a script also a function of your own.",
+        "'reinforce++-baseline', 'maxrl', 'opo' or 'otb'; in a script also a function of your own.",
         registry="estimators",
     )
     scale_rewards: str = reward(

@@ -22,7 +22,8 @@ from memsafe_rl.models.compiling import compiled_blocks
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
-from memsafe_rl.ops.losses import LOSSES, StepTokens, needs_whole_rows, policy_loss
+from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
+from memsafe_rl.ops.losses.core import StepTokens
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.parallel.one_process import WHOLE
 from memsafe_rl.parallel.shards import Shards

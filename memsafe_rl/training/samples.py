@@ -161,8 +161,8 @@ def build_trajectory(
         has_old=(False,) * len(pieces),
         starts=torch.stack(starts) if starts else None,
         sample_of_row=sample_of_row if split else (),
+        turns=tuple(piece.turns for piece in pieces) if with_turns else (),
         prefixes=sort_by_tokens([torch.cat([one.condition, one.completion.ids]) for one in pieces]) if split else (),
-        turns=tuple(piece.played for piece in pieces) if with_turns else (),
     )
 
 

@@ -56,10 +56,15 @@ class Scorer:
         return self._setup.parallel.balance(rows, trajectory.action_lengths(rows))
 
     def scored(
-        self, adapter: ModelAdapter, trajectory: Trajectory, rows: Sequence[int], known: Ragged | None = None
+        self,
+        adapter: ModelAdapter,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        known: Ragged | None = None,
+        **how: Any,
     ) -> Ragged:
         """Scores rows, shared over the ranks, into a store of all rows, beside what is known of the others."""
-        mine, found = self.passed(adapter, trajectory, rows)
+        mine, found = self.passed(adapter, trajectory, rows, **how)
         return self.laid_beside(trajectory, mine, [scores.logprobs for scores in found], known)
 
     def passed(
@@ -68,6 +73,7 @@ class Scorer:
         trajectory: Trajectory,
         rows: Sequence[int],
         context: Context | None = None,
+        temperature_factor: float = 1.0,
         **wanted: Any,
     ) -> tuple[list[int], list[RowScores]]:
         """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
@@ -77,7 +83,7 @@ class Scorer:
                 adapter,
                 trajectory,
                 mine,
-                temperature=self._config.temperature,
+                temperature=self._config.temperature * temperature_factor,
                 attempt=self.attempt(Stage.SCORE, adapter.work(trajectory, mine), context),
                 tile=self._setup.memory.update_plan.logprob_tile,
                 **wanted,

@@ -101,6 +101,8 @@ class Trajectory:
     # per action, a critic's value of the state it was taken in, at the rollout; None without a critic
     values: Ragged | None = None
     returns: Ragged | None = None  # per action, what the critic should have said; None without a critic
+    # nats, at half the temperature, until advantages are known; B rows, None where nobody needs them
+    sharper_logprobs: Ragged | None = None
     # one advantage per action, in place of ``advantages`` in the loss; None for one per row
     action_advantages: Ragged | None = None
     # (B, K) float32, of each of K objectives; NaN where one did not score a row; None where there is but one, which
@@ -108,11 +110,11 @@ class Trajectory:
     objective_advantages: Tensor | None = None
     # for each row, the sample that it is a part of, in order; () where every row is a whole sample
     sample_of_row: tuple[int, ...] = ()
+    # for each row, the turns it holds; () where nobody asks for them
+    turns: tuple[tuple[Turn, ...], ...] = ()
     # for each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
     # there; () where rows share nothing but whole prompts
     prefixes: tuple[tuple[int, int], ...] = ()
-    # for each row, the turns it holds; () where nobody asks for them
-    turns: tuple[tuple[Turn, ...], ...] = ()
     # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
     # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew

@@ -99,6 +99,12 @@ NEW = {
     "rollout_engine",
     "trajectory_device",
     "verify_plan",
+    "cov_fraction",
+    "clip_cov_low",
+    "clip_cov_high",
+    "kl_cov_coef",
+    "turn_advantage_coef",
+    "turn_discount",
 }
 """Settings that TRL does not have."""
 

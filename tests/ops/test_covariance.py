@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.losses import LOSSES, Loss, StepTokens
+from memsafe_rl.ops.losses import LOSSES, Loss
+from memsafe_rl.ops.losses.core import StepTokens
 from memsafe_rl.ops.losses.covariance import covariances, mark_greatest, mark_in_band
 from memsafe_rl.types import LossSettings
 

@@ -13,7 +13,6 @@ from memsafe_rl.ops.losses.core import (
     LossTraits,
     Measures,
     Ratios,
-    StepTokens,
     needs_whole_rows,
     policy_loss,
     register_loss,
@@ -22,14 +21,4 @@ from memsafe_rl.ops.losses.core import (
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = [
-    "LOSSES",
-    "Loss",
-    "LossTraits",
-    "Measures",
-    "Ratios",
-    "StepTokens",
-    "needs_whole_rows",
-    "policy_loss",
-    "register_loss",
-]
+__all__ = ["LOSSES", "Loss", "LossTraits", "Measures", "Ratios", "needs_whole_rows", "policy_loss", "register_loss"]

@@ -7,6 +7,7 @@ A policy's entropy falls with the covariance of log-probs and advantages, and fe
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -122,26 +123,20 @@ def _share(tokens: StepTokens, settings: LossSettings) -> Tensor:
     return (tokens.mask_M.sum() * settings.cov_fraction + 1e-9).floor().long().clamp(min=1)
 
 
-def _measure_marks(ratios: Ratios) -> dict[str, Tensor]:
+def measure_marks(ratios: Ratios) -> Measures:
+    """Counts the marked tokens, ``cov_marked``."""
     marks = torch.zeros_like(ratios.mask_BT) if ratios.marks_BT is None else ratios.marks_BT
-    return {"cov_marked": total(marks, ratios.mask_BT)}
+    return Measures({"cov_marked": total(marks, ratios.mask_BT)})
 
 
 def measure_clip_cov(ratios: Ratios) -> Measures:
-    """Counts what clipping holds back, as `count_marks` does, and the marked tokens, ``cov_marked``."""
+    """Counts what clipping holds back, as `count_marks` does, and the marked tokens."""
     clipping = measure_clipping(ratios)
-    return clipping._replace(sums={**clipping.sums, **_measure_marks(ratios)})
-
-
-def measure_kl_cov(ratios: Ratios) -> Measures:
-    """Counts the marked tokens, ``cov_marked``."""
-    return Measures(_measure_marks(ratios))
+    return clipping._replace(sums={**clipping.sums, **measure_marks(ratios).sums})
 
 
 _MARKED = {"cov_marked_ratio": ("cov_marked", None)}
 _TRAITS = LossTraits(("token",), separable=True, tokens_only=True)
-_EVERY_ROW = LossTraits(("token",), separable=True, tokens_only=True, every_row=True)
-register_loss(
-    Loss("clip_cov", clip_cov_surrogate, _TRAITS, measure_clip_cov, {**CLIPPING_METRICS, **_MARKED}, mark_in_band)
-)
-register_loss(Loss("kl_cov", kl_cov_surrogate, _EVERY_ROW, measure_kl_cov, _MARKED, mark_greatest))
+_METRICS = {**CLIPPING_METRICS, **_MARKED}
+register_loss(Loss("clip_cov", clip_cov_surrogate, _TRAITS, measure_clip_cov, _METRICS, mark_in_band))
+register_loss(Loss("kl_cov", kl_cov_surrogate, replace(_TRAITS, every_row=True), measure_marks, _MARKED, mark_greatest))

@@ -72,8 +72,7 @@ class Segment:
     condition: Tensor  # (length,) int64, the prompt of the first of them
     completion: Completion  # everything behind it, as one; log-probs are 0 where ``mask`` is
     mask: Tensor  # (T,) uint8, 1 where the agent drew the token
-    turns: int = 1  # how many turns it holds
-    played: tuple[Turn, ...] = ()  # what is known of each
+    turns: tuple[Turn, ...] = ()  # what it holds
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class _Growing:
     # likewise, of the model's own distribution
     model_logprobs: array[float] = field(default_factory=lambda: array("f"))
     ties: int = 0
-    played: list[Turn] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
 
     def begins(self, context: Sequence[int]) -> bool:
         """Whether a context begins with all its tokens."""
@@ -140,7 +139,7 @@ class _Growing:
         self.mask.extend(bytes(len(told)))
         self.logprobs.extend([0.0] * len(told))
         self.model_logprobs.extend([0.0] * len(told))
-        self.played.append(Turn(len(self.ids), state, 0.0))
+        self.turns.append(Turn(len(self.ids), state, 0.0))
         self.ids.extend(completion.ids.tolist())
         self.mask.extend(b"\x01" * len(completion.ids))
         self.logprobs.extend(completion.logprobs.tolist())
@@ -149,8 +148,8 @@ class _Growing:
 
     def earn(self, reward: float) -> None:
         """Pays the last turn."""
-        turn = self.played[-1]
-        self.played[-1] = turn._replace(reward=turn.reward + float(reward))
+        turn = self.turns[-1]
+        self.turns[-1] = turn._replace(reward=turn.reward + float(reward))
 
     def segment(self, finished: bool) -> Segment:
         """Gives it as it is, whole."""
@@ -158,8 +157,7 @@ class _Growing:
         own = torch.tensor(self.model_logprobs, dtype=torch.float32)
         completion = Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, finished, self.ties)
         mask = torch.tensor(list(self.mask), dtype=torch.uint8)
-        condition, played = torch.tensor(self.condition, dtype=torch.int64), tuple(self.played)
-        return Segment(condition, completion, mask, len(played), played)
+        return Segment(torch.tensor(self.condition, dtype=torch.int64), completion, mask, tuple(self.turns))
 
 
 @dataclass
@@ -223,4 +221,4 @@ def _nothing(context: Sequence[int]) -> Segment:
     ids, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
     # of the context one token, for the whole may be longer than any network that scores it can read
     condition = torch.tensor(list(context[:1]) or [0], dtype=torch.int64)
-    return Segment(condition, Completion(ids, zero, zero, finished=False), torch.zeros(1, dtype=torch.uint8), 0)
+    return Segment(condition, Completion(ids, zero, zero, finished=False), torch.zeros(1, dtype=torch.uint8))

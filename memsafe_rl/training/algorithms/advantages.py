@@ -16,6 +16,7 @@ from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import centred_in_group, leave_one_out, normalised_in_batch, normalised_in_group
+from memsafe_rl.ops.token_baseline import optimal_token_advantages, squared_score_norms
 from memsafe_rl.ops.turns import relative_to_state, turn_returns
 from memsafe_rl.training.gradient import ValueTerms
 from memsafe_rl.types import AdvantageResult, Component, Ragged, Trajectory, Turn, UpdateWork
@@ -37,6 +38,7 @@ class ScoringNeeds:
 
     logprobs: bool = False  # whether every row's log-probs are scored under the present weights
     columns: tuple[int, ...] | None = None  # the columns scored of a row; None for all that count
+    sharper: bool = False  # whether rows are scored again at half the temperature
     turns: bool = False  # whether a row's turns are kept until then
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
 
@@ -63,6 +65,9 @@ class GroupAdvantages:
             return trajectory
         rows, later = range(len(trajectory)), set(later_rows)
         old = scorer.scored(scorer.adapter, trajectory, list(rows))
+        if self.needs.sharper:
+            sharper = scorer.scored(scorer.adapter, trajectory, list(rows), temperature_factor=0.5)
+            trajectory = replace(trajectory, sharper_logprobs=sharper)
         return replace(trajectory, old_logprobs=old, has_old=tuple(row in later for row in rows))
 
     def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
@@ -183,6 +188,29 @@ def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: 
     distilled = replace(trajectory, action_advantages=Ragged(by_token.masked_fill(~mask, 0.0), lengths))
     claim(Component.TRAJECTORY, distilled.tensors())
     return distilled, {"distillation/kl": float(gaps.sum()) / max(1, int(mask.sum()))}
+
+
+def token_baseline_advantages() -> GroupAdvantages:
+    """Compares each token of a completion with those at its place in the others, by the optimal token baseline."""
+    needs = ScoringNeeds(logprobs=True, sharper=True)
+    return GroupAdvantages(_by_place, needs, joins_sequences=False, by_token=True)
+
+
+def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
+    """Gives each token ``A_t = r - B_t``, in float64, a group at a time."""
+    old, sharper, lengths = trajectory.old_logprobs, trajectory.sharper_logprobs, trajectory.actions.lengths
+    assert old is not None, "log-probs come before advantages"
+    assert sharper is not None, "likewise"
+    parts: list[Tensor] = []
+    for first in range(0, len(trajectory), group_size):
+        rows = range(first, first + group_size)
+        norms_GT = squared_score_norms(old.pad(rows, 0).double(), sharper.pad(rows, 0).double())
+        rewards_G, mask_GT = rewards_B[first : first + group_size].double(), trajectory.loss_mask.pad(rows, 0)
+        found_GT = optimal_token_advantages(rewards_G, norms_GT, mask_GT)
+        parts += [found_GT[place, : lengths[row]].float() for place, row in enumerate(rows)]
+    compared = replace(trajectory, action_advantages=Ragged.from_rows(parts), sharper_logprobs=None)
+    claim(Component.TRAJECTORY, compared.tensors())
+    return compared, {}
 
 
 def turn_advantages(config: GRPOConfig) -> GroupAdvantages:

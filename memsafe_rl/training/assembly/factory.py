@@ -42,6 +42,7 @@ from memsafe_rl.training.algorithms.advantages import (
     GroupAdvantages,
     distilled_advantages,
     leave_one_out_advantages,
+    token_baseline_advantages,
     turn_advantages,
 )
 from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
@@ -261,6 +262,9 @@ def _advantages(
         return leave_one_out_advantages(config)
     if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
         return distilled_advantages(config.distillation_coef)
+    if isinstance(config, GRPOConfig) and config.advantage_estimator == "otb":
+        refusal.when(adapter.time_separable, "advantage_estimator/tokens", value="otb")
+        return token_baseline_advantages()
     if isinstance(config, GRPOConfig) and config.turn_advantage_coef:
         single = config.max_turn_length is None and config.max_episode_turns in (None, 1)
         refusal.when(inputs.environments is None and single, "turn_advantage_coef", value=config.turn_advantage_coef)
