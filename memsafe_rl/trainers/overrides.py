@@ -35,9 +35,9 @@ def refuse_ignored(cls: type, ours: type) -> None:
     Raises:
         TypeError: it has one; the message says what to do instead.
     """
-    for name in sorted((INSTEAD.keys() | set(dir(Trainer))) - set(dir(ours)) - _METADATA):
+    for name in sorted((INSTEAD.keys() | (set(dir(Trainer)) - set(dir(ours)))) - _METADATA):
         own = inspect.getattr_static(cls, name, None)
-        if own is not None and not isinstance(own, type):
+        if own is not inspect.getattr_static(ours, name, None) and not isinstance(own, type):
             reason = INSTEAD.get(name, "the loop has no such step")
             raise TypeError(f"{cls.__name__}.{name} would never be called: {reason}.")
 
