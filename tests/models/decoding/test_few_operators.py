@@ -43,6 +43,10 @@ def test_a_short_norm_is_the_networks_own(kind: Any, dtype: torch.dtype) -> None
     assert "forward" not in norm.__dict__
 
 
+def test_a_norm_with_a_gate_is_left_alone() -> None:
+    assert norms_of(NemotronHRMSNormGated(8, 4)) == ()
+
+
 def test_norms_of_another_form_are_left_alone() -> None:
     hooked = Qwen3RMSNorm(8, eps=1e-6)
     hooked.register_forward_hook(lambda _module, _inputs, output: 2 * output)
