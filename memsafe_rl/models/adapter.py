@@ -280,6 +280,11 @@ class ModelAdapter(ScoringAdapter, Protocol):
         return False
 
     @property
+    def own_generate(self) -> Callable[..., Any] | None:
+        """What draws in the place of transformers' `generate`, None where nobody has put anything there."""
+        return None
+
+    @property
     def kv_retention(self) -> bool:
         """Whether rows can wait between turns, and caches be in 8 bits: this library keeps the caches itself."""
         return False

@@ -29,6 +29,8 @@ from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
+from memsafe_rl.ops.losses.core import off_policy_mask
 from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
@@ -288,6 +290,13 @@ class PolicyTrainer:
         self._loop.report.log(self._loop.state, logs)
 
     # ------------------------------------------------------------------ what scripts read
+
+    get_off_policy_mask = staticmethod(off_policy_mask)
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """Marks a batch's actions whose entropy reaches their quantile, as `top_entropy_quantile` a step's."""
+        least = entropy_threshold(entropies.flatten(), mask.flatten(), 1.0 - threshold)
+        return high_entropy_mask(entropies, mask, least).bool()
 
     setup: TrainingSetup = _read("_loop.setup", "The parts of a training step, as they are now.")
     loop: TrainingLoop = _read("_loop", "Runs the setup's steps in order.")

@@ -223,3 +223,14 @@ def test_the_best_model_may_be_chosen_by_its_loss(tmp_path: Path) -> None:
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert trainer.state.best_metric == min(losses)
     assert {"eval_easy_loss", "eval_hard_loss"} <= set(trainer.evaluate(sets))
+
+
+def test_trls_masks_answer_by_their_names_and_may_not_be_replaced(tmp_path: Path) -> None:
+    keep = GRPOTrainer.get_off_policy_mask
+    advantages, logprobs = torch.tensor([[1.0], [-1.0], [-1.0]]), torch.tensor([[-2.0], [-0.5], [-2.0]]).expand(3, 4)
+    assert keep(advantages, logprobs, torch.zeros(3, 4), torch.ones(3, 4), 1.0).tolist() == [[1.0], [1.0], [0.0]]
+    entropies, mask = torch.tensor([[0.1, 0.4, 0.3], [0.2, 0.5, 9.0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+    marked = make_trainer(tmp_path).get_high_entropy_mask(entropies, mask, 0.75)
+    assert marked.tolist() == [[False, True, False], [False, True, False]]
+    with pytest.raises(TypeError, match="get_high_entropy_mask would never be called"):
+        type("Mine", (GRPOTrainer,), {"get_high_entropy_mask": lambda *_: None})

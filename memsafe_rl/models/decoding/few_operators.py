@@ -19,6 +19,7 @@ import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from inspect import signature
 from types import ModuleType
 from typing import Any, cast
 
@@ -78,7 +79,8 @@ def _is_norm(module: nn.Module) -> bool:
         return False
     plain = weights[0].ndim == 1 and weights[0].dtype in (torch.float32, torch.float16, torch.bfloat16)
     named = isinstance(getattr(module, "variance_epsilon", None), float)
-    return plain and named and _is_root_mean_square(cast(Hashable, type(module)))
+    alone = len(signature(type(module).forward).parameters) == 2  # a norm that also takes a gate does more
+    return plain and named and alone and _is_root_mean_square(cast(Hashable, type(module)))
 
 
 @lru_cache

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import wraps
+from inspect import getattr_static
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, cast
 
 import torch
@@ -280,6 +281,13 @@ class LanguageAdapter(ModelAdapter, ABC):
     def kv_retention(self) -> bool:
         """Whether rows can wait between turns, and caches be in 8 bits: this library keeps the caches itself."""
         return self.joins and self.path.decodes
+
+    @property
+    def own_generate(self) -> Callable[..., Any] | None:
+        """The `generate` of the network that a user, or code that came with it, has put in transformers' place."""
+        found = vars(self.model).get("generate", getattr_static(type(self.lm), "generate", None))
+        is_theirs = found is None or str(found.__module__).startswith("transformers.")
+        return None if is_theirs else self.model.generate
 
     @property
     def caches(self) -> bool:

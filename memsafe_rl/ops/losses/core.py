@@ -63,7 +63,7 @@ def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denomi
     ratios = _ratios(inputs, settings)
     losses = _losses(loss, ratios)
     if settings.off_policy_mask_threshold is not None:
-        losses = losses * _off_policy_mask(inputs, ratios, settings.off_policy_mask_threshold)
+        losses = losses * _keeps(inputs, ratios, settings.off_policy_mask_threshold)
     if inputs.entropy_mask_BT is not None:
         losses = losses * inputs.entropy_mask_BT
     if inputs.importance_weights_BT is not None and not loss.traits.weighs_sampler:
@@ -120,18 +120,34 @@ def _reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
     return kl_BT * ratios.ratio if ratios.settings.use_bias_correction_kl else kl_BT
 
 
-def _off_policy_mask(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
+def off_policy_mask(
+    advantages: Tensor, logprobs_BT: Tensor, sampling_logprobs_BT: Tensor, mask_BT: Tensor, threshold: float
+) -> Tensor:
     """Drops rows of negative advantage that the model has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
-    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``, (B, 1) or (B, T) like the advantages. A NaN
-    log-prob of the sampler counts as no difference; without the sampler's log-probs the old ones serve.
+    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``; a NaN log-prob of the sampler counts as no
+    difference.
+
+    Args:
+        advantages: (B, 1) or (B, T).
+        logprobs_BT: (B, T), nats, of the model.
+        sampling_logprobs_BT: (B, T), nats, of what drew the tokens.
+        mask_BT: (B, T), 1 where an action counts.
+        threshold: most that a row's mean may differ, nats.
+
+    Returns:
+        Of the advantages' shape, 1 for rows that are kept.
     """
-    if inputs.sampling_logprobs_BT is None:
-        gap_BT = -ratios.log_ratio_BT.detach()
-    else:
-        gap_BT = (inputs.sampling_logprobs_BT - inputs.logprobs_BT.detach()).nan_to_num(nan=0.0)
-    moved_B1 = row_mean(gap_BT, inputs.mask_BT)[:, None]
-    return ((ratios.advantages >= 0) | (moved_B1 <= threshold)).to(gap_BT.dtype)
+    gap_BT = (sampling_logprobs_BT - logprobs_BT.detach()).nan_to_num(nan=0.0)
+    moved_B1 = row_mean(gap_BT, mask_BT)[:, None]
+    return ((advantages >= 0) | (moved_B1 <= threshold)).to(gap_BT.dtype)
+
+
+def _keeps(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
+    """Applies the off-policy mask; without the sampler's log-probs the old ones serve."""
+    sampler_BT, log_ratio_BT = inputs.sampling_logprobs_BT, ratios.log_ratio_BT
+    gaps = (log_ratio_BT, torch.zeros_like(log_ratio_BT)) if sampler_BT is None else (inputs.logprobs_BT, sampler_BT)
+    return off_policy_mask(ratios.advantages, *gaps, inputs.mask_BT, threshold)
 
 
 def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:

@@ -1,20 +1,27 @@
-"""Rollouts of networks that only transformers' `generate` can decode: the same draws, in waves of one length.
+"""Rollouts by transformers' `generate` where nothing else can decode a network, and by what a user put in its place.
 
 Axes: ``B`` rows of a wave, ``L`` tokens so far, ``V`` vocabulary.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.memory.planning.policies import check_rollout_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import Progress
 from memsafe_rl.rollout.native.sequences import (
     Drawer,
@@ -25,6 +32,18 @@ from memsafe_rl.rollout.native.sequences import (
     draw_next,
 )
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+
+_logger = logging.getLogger(__name__)
+_HONOURED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "typical_p",
+    "min_new_tokens",
+    "min_length",
+)
 
 
 def generate_by_transformers(
@@ -95,3 +114,59 @@ def _run_wave(adapter: ModelAdapter, rows: Sequence[LiveSequence], draw: Drawer)
         max_new_tokens=max(one.until - len(one.ids) for one in rows),
         cached=adapter.caches,
     )
+
+
+def generate_by_override(
+    adapter: ModelAdapter,
+    own: Callable[..., Any],
+    prompts: Sequence[Tensor],
+    keys: Sequence[Sequence[SequenceKey]],
+    settings: SamplingSettings,
+    attempt: Attempt[RolloutPlan],
+    *,
+    begun: Sequence[Sequence[Completion | None]] | None = None,
+    limits: Sequence[int] | None = None,
+) -> list[Completion]:
+    """Has a user's ``own`` `generate` draw, given what TRL gives it: prompts padded on the left and a configuration.
+
+    It gives no log-probs, so NaN stands for them; what it draws past the end or the limit of a row is cut off.
+    """
+    refusal.when(begun is not None, "engine/begun", engine="generate")
+    _logger.warning("%s.generate is not transformers' own: completions are its draws.", type(adapter.model).__name__)
+    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
+    waiting = [(ids, most) for ids, group, most in zip(prompts, keys, limits, strict=True) for _ in group]
+    drawn: list[Completion] = []
+
+    def run_next(plan: RolloutPlan) -> None:
+        check_rollout_plan(plan)
+        rows = waiting[len(drawn) : len(drawn) + plan.rows_in_flight]
+        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids_BL = padded([ids for ids, _ in rows], padding_value=adapter.pad_token_id).to(adapter.device)
+        mask_BL = padded([torch.ones_like(ids) for ids, _ in rows]).to(adapter.device)
+        config = _configuration(settings, max(most for _, most in rows), adapter.pad_token_id)
+        output = own(input_ids=ids_BL, attention_mask=mask_BL, generation_config=config)
+        with host_memory():
+            begin = ids_BL.shape[1] if adapter.start_token_id is None else 1
+            tokens_BT = getattr(output, "sequences", output)[:, begin:].cpu()
+            drawn.extend(_cut(ids, most, settings) for ids, (_, most) in zip(tokens_BT, rows, strict=True))
+
+    while len(drawn) < len(waiting):
+        attempt(run_next)
+    return drawn
+
+
+def _configuration(settings: SamplingSettings, longest: int, pad_token_id: int) -> GenerationConfig:
+    given = {"max_new_tokens": longest, "eos_token_id": list(settings.eos_token_ids), "pad_token_id": pad_token_id}
+    for field in fields(SamplingSettings)[2:]:
+        value = getattr(settings, field.name)
+        dropped = value != field.default and field.name not in _HONOURED
+        refusal.when(dropped, "engine/setting", name=field.name, value=value, engine="generate")
+        given |= {field.name: value} if value and field.name in _HONOURED else {}
+    return GenerationConfig(**{"top_k": 0, **given}, do_sample=settings.temperature > 0)
+
+
+def _cut(ids_T: Tensor, most: int, settings: SamplingSettings) -> Completion:
+    ends = torch.isin(ids_T, torch.tensor(settings.eos_token_ids)).nonzero().flatten().tolist()
+    length = min([most, len(ids_T), *(end + 1 for end in ends)])
+    unknown_T = torch.full((length,), math.nan)
+    return Completion(ids_T[:length].clone(), unknown_T, unknown_T, finished=bool(ends) and ends[0] < length)

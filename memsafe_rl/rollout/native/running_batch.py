@@ -26,7 +26,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import unusable
 from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
-from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
+from memsafe_rl.rollout.native.by_transformers import generate_by_override, generate_by_transformers
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, KeptRows, name_of
 from memsafe_rl.rollout.native.sequences import (
     Candidate,
@@ -66,6 +66,9 @@ def generate(
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
+    if own := adapter.own_generate:
+        with torch.no_grad(), eval_mode(adapter.model):
+            return generate_by_override(adapter, own, prompts, keys, settings, attempt, begun=begun, limits=limits)
     if not adapter.decodes:
         with torch.no_grad(), eval_mode(adapter.model):
             return generate_by_transformers(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gptj import modeling_gptj
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -41,6 +42,10 @@ def test_a_short_norm_is_the_networks_own(kind: Any, dtype: torch.dtype) -> None
     torch.testing.assert_close(found, expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-6)
     assert found.dtype == dtype
     assert "forward" not in norm.__dict__
+
+
+def test_a_norm_with_a_gate_is_left_alone() -> None:
+    assert norms_of(NemotronHRMSNormGated(8, 4)) == ()
 
 
 def test_norms_of_another_form_are_left_alone() -> None:

@@ -291,3 +291,29 @@ def test_rows_without_a_token_to_draw_are_refused(adapters: Callable[[str], Caus
     settings = replace(SETTINGS, suppress_tokens=tuple(range(VOCAB)))
     with pytest.raises(MemsafeError, match=r"prompt 1, sample 0.*forbid every token"):
         generate_by_transformers(adapters("mamba"), prompts(), keys(), settings, under(RolloutPlan()))
+
+
+def test_a_generate_in_transformers_place_draws_and_its_rows_end_where_they_should() -> None:
+    model = tiny_model()
+    asked: list[dict[str, Any]] = []
+
+    def own(input_ids: Tensor, **given: Any) -> Tensor:
+        asked.append({"input_ids": input_ids, **given})
+        drawn = torch.tensor([[10, 11, 2, 12, 13], [20, 21, 22, 23, 24], [30, 31, 32, 2, 33]])
+        return torch.cat([input_ids, drawn[: len(input_ids)]], 1)
+
+    adapter = CausalLMAdapter(model, pad_token_id=PAD_ID)
+    assert adapter.own_generate is None
+    model.generate = own
+    prompts_given = [torch.tensor([5, 6, 7]), torch.tensor([8])]
+    names = [[SequenceKey(0, 0, 0, 0), SequenceKey(0, 0, 0, 1)], [SequenceKey(0, 0, 1, 0)]]
+    plan = under(RolloutPlan(rows_in_flight=3))
+    found = native.generate(adapter, prompts_given, names, SamplingSettings(4, (2,), top_k=7), plan, limits=[4, 2])
+
+    assert [one.ids.tolist() for one in found] == [[10, 11, 2], [20, 21, 22, 23], [30, 31]]
+    assert [one.finished for one in found] == [True, False, False]
+    assert asked[0]["input_ids"].tolist() == [[5, 6, 7], [5, 6, 7], [PAD_ID, PAD_ID, 8]]
+    assert asked[0]["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 1]]
+    assert (asked[0]["generation_config"].top_k, asked[0]["generation_config"].max_new_tokens) == (7, 4)
+    with pytest.raises(ConfigError, match=r"suppress_tokens is .* cannot honour"):
+        native.generate(adapter, prompts_given, names, SamplingSettings(4, (2,), suppress_tokens=(3,)), plan)
