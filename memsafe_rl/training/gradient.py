@@ -472,12 +472,15 @@ def loss_marks(
         views = store.rows()
         return torch.cat([views[row].cpu() for row in rows])
 
+    def spread(values: Sequence[Tensor]) -> Tensor:
+        return torch.cat([one.expand(length, *one.shape) for one, length in zip(values, lengths, strict=True)])
+
     logprobs_M = torch.cat([logprobs[row] for row in rows]).double()
-    old, own, counts = trajectory.old_logprobs, trajectory.action_advantages, torch.tensor(lengths)
-    has_old_M = torch.tensor([old is not None and trajectory.has_old[row] for row in rows]).repeat_interleave(counts)
+    old, own = trajectory.old_logprobs, trajectory.action_advantages
+    has_old_M = spread([torch.tensor(old is not None and trajectory.has_old[row]) for row in rows])
     log_ratio_M = torch.zeros_like(logprobs_M) if old is None else (logprobs_M - flat(old)).masked_fill(~has_old_M, 0.0)
-    advantages_M = flat(own) if own is not None else trajectory.advantages.cpu()[list(rows)].repeat_interleave(counts)
-    keys_MK = torch.tensor([[*key, row] for row in rows]).repeat_interleave(counts, dim=0)
+    advantages_M = spread([trajectory.advantages[row].cpu() for row in rows]) if own is None else flat(own)
+    keys_MK = spread([torch.tensor([*key, row]) for row in rows])
     columns_M = torch.cat([torch.arange(length) for length in lengths])
     uniforms_M, mask_M = uniform_noise(hash_fields(keys_MK, columns_M), 1)[:, 0], flat(trajectory.loss_mask).bool()
     marks_M = loss.mark(StepTokens(logprobs_M, log_ratio_M, advantages_M.double(), mask_M, uniforms_M), settings)

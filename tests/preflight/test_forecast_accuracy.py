@@ -62,6 +62,8 @@ def run(
         {"model_init_kwargs": {"dtype": "bfloat16"}, "master_weights": "stochastic_rounding"},
         {"model_init_kwargs": {"dtype": "bfloat16"}, "optim": "adamw_torch", "master_weights": True},
         {"top_entropy_quantile": 0.2, "lora": {}},
+        {"loss_type": "kl_cov", "cov_fraction": 0.1},
+        {"advantage_estimator": "otb", "lora": {}},
     ],
     ids=str,
 )

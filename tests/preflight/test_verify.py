@@ -66,6 +66,7 @@ def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
         pytest.param({"beta": 0.1, "num_iterations": 2}, id="reference"),
         pytest.param({"steps_per_generation": 2, "loss_type": "grpo"}, id="old log-probs"),
         pytest.param({"top_entropy_quantile": 0.5, "entropy_coef": 0.1}, id="entropy"),
+        pytest.param({"loss_type": "clip_cov", "cov_fraction": 0.2, "clip_cov_low": 0.0}, id="marks"),
         pytest.param({"peft_config": LoraConfig(r=2, target_modules="all-linear"), "beta": 0.1}, id="lora"),
         pytest.param({"top_k": 20, "repetition_penalty": 1.1, "mask_truncated_completions": True}, id="filters"),
         pytest.param({"disable_dropout": False}, id="dropout"),

@@ -272,6 +272,7 @@ def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) 
         pytest.param({"policy": AdaptivePolicy()}, id="adaptive"),
         pytest.param({"policy": cut(40, 3, checkpointing=True), "beta": 0.1, "num_iterations": 2}, id="reference"),
         pytest.param({"steps_per_generation": 2, "optim": "adamw_torch", "top_entropy_quantile": 0.5}, id="old"),
+        pytest.param({"num_iterations": 2, "loss_type": "kl_cov", "cov_fraction": 0.2}, id="marks"),
         pytest.param({"peft_config": LoraConfig(r=2, target_modules="all-linear"), "beta": 0.1}, id="lora"),
         pytest.param({"policy": cut(40, 3, park_optimizer=True, offload_activations=True)}, id="parked"),
     ],
