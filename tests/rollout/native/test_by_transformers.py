@@ -315,5 +315,5 @@ def test_a_generate_in_transformers_place_draws_and_its_rows_end_where_they_shou
     assert asked[0]["input_ids"].tolist() == [[5, 6, 7], [5, 6, 7], [PAD_ID, PAD_ID, 8]]
     assert asked[0]["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 1]]
     assert (asked[0]["generation_config"].top_k, asked[0]["generation_config"].max_new_tokens) == (7, 4)
-    with pytest.raises(ConfigError, match="suppress_tokens is .* cannot honour"):
+    with pytest.raises(ConfigError, match=r"suppress_tokens is .* cannot honour"):
         native.generate(adapter, prompts_given, names, SamplingSettings(4, (2,), suppress_tokens=(3,)), plan)
