@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from memsafe_rl.accounting import host_memory, worth_running
+from memsafe_rl.prefix_tree import Branch, branches_of, depth_first, fork
 from memsafe_rl.types import ModelGeometry, Trajectory, UpdateWork
 
 _WORTHWHILE = 0.9
 """Share of the tokens of separate rows that packed ones may have and still be packed by default: a few copies of short
 prompts are not worth the extra pieces of attention."""
+
+_LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
+"""Tokens, and share of a micro-batch's, from which on a stretch that micro-batches share is run by itself, before them:
+a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
 
 _ALIKE = 0.99  # share of the largest slice from which on another one counts as being like it
 
@@ -35,12 +42,20 @@ class MicroBatch(NamedTuple):
     tokens: int  # tokens that are run, padding included, or (row, column) pairs
 
 
-class MicroBatchGroup(NamedTuple):
-    """Micro-batches whose prompts are read together."""
+@dataclass(frozen=True)
+class MicroBatchGroup:
+    """Micro-batches that read something together: prompts by an encoder, or the tokens that all their rows share."""
 
-    batches: list[MicroBatch]  # all of them
+    parts: Sequence[MicroBatch | MicroBatchGroup]  # in the order in which they are run
     # finds those that tell what all hold, which are all that a dry run runs; None for the first few
-    telling: Callable[[Sequence[MicroBatch]], list[int]] | None
+    telling: Callable[[Sequence[Any]], list[int]] | None = None
+    reads: bool = False  # whether there is anything that is read once, before its parts
+
+    @property
+    def batches(self) -> list[MicroBatch]:
+        """All micro-batches, each complete in itself."""
+        nested = [part.batches if isinstance(part, MicroBatchGroup) else [part] for part in self.parts]
+        return [batch for batches in nested for batch in batches]
 
     @property
     def places(self) -> list[int]:
@@ -49,7 +64,42 @@ class MicroBatchGroup(NamedTuple):
 
     def to_run(self) -> Iterator[MicroBatch]:
         """Gives the micro-batches to run: all, or in a dry run those that tell what all hold."""
-        return worth_running(self.batches, self.telling)
+        return self.run(lambda _: nullcontext())
+
+    def run(self, reading: Callable[[MicroBatchGroup], AbstractContextManager[None]]) -> Iterator[MicroBatch]:
+        """Gives the micro-batches to run, each inside the contexts of the groups that it is in."""
+        with reading(self):
+            for part in worth_running(self.parts, self.telling):
+                yield from part.run(reading) if isinstance(part, MicroBatchGroup) else (part,)
+
+
+class Piece(NamedTuple):
+    """Rows that are run in one pass."""
+
+    tokens: int  # that it runs, besides those that are held for it
+    rows: list[int]
+
+
+class Walk(NamedTuple):
+    """Rows whose first tokens are run once, before all else of them, and held until that is done."""
+
+    tokens: int  # that are run once
+    parts: list[Piece | Walk]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What is run below, in order, each with the tokens that are held for it."""
+        return [piece._replace(tokens=self.tokens + piece.tokens) for piece in pieces_of(self.parts)]
+
+    @property
+    def total(self) -> int:
+        """Tokens that are run."""
+        return self.tokens + sum(_total(part) for part in self.parts)
+
+    @property
+    def passes(self) -> int:
+        """How many passes run them."""
+        return 1 + sum(_passes(part) for part in self.parts)
 
 
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -63,25 +113,105 @@ def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return slices
 
 
-def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
-    """Cuts rows into slices in which a prompt counts once; rows of a prompt stay together as far as they fit.
+@lru_cache(maxsize=256)
+def cut_trees(work: UpdateWork, budget: int) -> list[Piece | Walk]:
+    """Cuts rows into passes in which tokens that several rows share count once.
 
-    Slices are filled first fit, the largest pieces first (Johnson 1973, "Near-optimal bin packing algorithms").
+    A tree of rows that fits is run in one pass, with others beside it: passes are filled first fit, the largest first
+    (Johnson 1973, "Near-optimal bin packing algorithms"). Of one that does not, what all its rows share is run and
+    held, and what goes on from there is cut in the same way into what fits beside it: depth first, so that what is held
+    is never more than one path and a pass. A row longer than the budget goes alone.
     """
-    pieces = sorted(_pieces(work, budget), key=lambda piece: -piece[0])
-    slices: list[list[int]] = []
-    room: list[int] = []
+    return _cut(work, work.branches, 0, budget, max(_LEAST_TRUNK, int(_TRUNK_SHARE * budget)))
+
+
+def _cut(work: UpdateWork, branches: Sequence[Branch], start: int, room: int, least: int) -> list[Piece | Walk]:
+    """Cuts rows that share ``start`` tokens, which are held, into passes of the room beside them."""
+    whole: list[Piece] = []
+    walks: list[Piece | Walk] = []
+    for tree in _trees(branches, start):
+        tokens = _tokens(work, tree, start)
+        if tokens <= room or len(tree) == 1:
+            whole.append(Piece(tokens, [row for row, _ in tree]))
+            continue
+        depth, parts = fork(tree)
+        if depth - start >= least:
+            walks.append(Walk(depth - start, _cut(work, tree, depth, room - (depth - start), least)))
+            continue
+        large = [part for part in parts if _tokens(work, part, start) > room and len(part) > 1]
+        walks += [one for part in large for one in _cut(work, part, start, room, least)]
+        whole += _filled(work, [one for part in parts if part not in large for one in part], start, room)
+    return [*_first_fit(whole, room), *walks]
+
+
+def _trees(branches: Sequence[Branch], start: int) -> Iterator[Sequence[Branch]]:
+    """Parts rows where two that follow one another share no more than what is held."""
+    bounds = [place for place, (_, shared) in enumerate(branches) if place == 0 or shared <= start]
+    return (branches[one:other] for one, other in pairwise([*bounds, len(branches)]))
+
+
+def _tokens(work: UpdateWork, branches: Sequence[Branch], start: int) -> int:
+    """Counts the tokens of rows behind those that are held."""
+    first, *others = branches
+    return work.row_tokens[first[0]] - start + sum(work.row_tokens[row] - shared for row, shared in others)
+
+
+def _filled(work: UpdateWork, branches: Sequence[Branch], start: int, room: int) -> list[Piece]:
+    """Fills passes with rows one after another; what they share comes once in each."""
+    pieces: list[Piece] = []
+    for row, shared in branches:
+        own = work.row_tokens[row] - shared
+        if pieces and shared > start and pieces[-1].tokens + own <= room:
+            pieces[-1] = Piece(pieces[-1].tokens + own, [*pieces[-1].rows, row])
+        else:
+            pieces.append(Piece(work.row_tokens[row] - start, [row]))
+    return pieces
+
+
+def _first_fit(pieces: Sequence[Piece], room: int) -> list[Piece]:
+    """Puts pieces together as far as they fit."""
+    bins: list[Piece] = []
     place, before = 0, None
-    for tokens, rows in pieces:
+    for tokens, rows in sorted(pieces, key=lambda piece: -piece.tokens):
         first = place if tokens == before else 0  # what had no room for a piece has none for another of its size
-        place = next((place for place in range(first, len(room)) if room[place] >= tokens), len(room))
-        if place == len(room):
-            slices.append([])
-            room.append(budget)
-        slices[place].extend(rows)
-        room[place] -= tokens
+        fits = (place for place in range(first, len(bins)) if bins[place].tokens + tokens <= room)
+        place = next(fits, len(bins))
+        if place == len(bins):
+            bins.append(Piece(0, []))
+        bins[place] = Piece(bins[place].tokens + tokens, bins[place].rows + rows)
         before = tokens
-    return slices
+    return bins
+
+
+def pieces_of(parts: Iterable[Piece | Walk]) -> list[Piece]:
+    """Gives passes in the order in which they are run, each with the tokens that are held for it."""
+    return [piece for part in parts for piece in (part.pieces if isinstance(part, Walk) else [part])]
+
+
+def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = False) -> dict[int, int]:
+    """Finds for passes that follow a trunk, by their numbers, the largest other pass that follows it too."""
+    firsts = list(accumulate((len(pieces_of([part])) for part in parts), initial=first))
+    found: dict[int, int] = {}
+    for number, part in zip(firsts, parts, strict=False):
+        if isinstance(part, Walk):
+            found |= companions(part.parts, number, walked=True)
+        elif walked and firsts[-1] - first > 1:
+            sizes = {first + place: piece.tokens for place, piece in enumerate(pieces_of(parts))}
+            found[number] = max(sizes.keys() - {number}, key=sizes.__getitem__)
+    return found
+
+
+def _total(part: Piece | Walk) -> int:
+    return part.total if isinstance(part, Walk) else part.tokens
+
+
+def _passes(part: Piece | Walk) -> int:
+    return part.passes if isinstance(part, Walk) else 1
+
+
+def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
+    """Cuts rows into slices in which tokens that several rows share count once; see `cut_trees`."""
+    return [piece.rows for piece in pieces_of(cut_trees(work, budget))]
 
 
 def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
@@ -161,9 +291,8 @@ def packing_saves(work: UpdateWork) -> bool:
 
 
 def packed_tokens(work: UpdateWork, rows: Sequence[int]) -> int:
-    """Counts the tokens of rows behind one copy of each of their prompts."""
-    prompts = {work.prompts[row]: work.row_tokens[row] - work.action_tokens[row] for row in rows}
-    return sum(prompts.values()) + sum(work.action_tokens[row] for row in rows)
+    """Counts the tokens of rows, those that several share once."""
+    return sum(work.row_tokens[row] - shared for row, shared in depth_first(work.branches, rows))
 
 
 def slice_tokens(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> int:
@@ -180,6 +309,12 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
         columns = range(max(work.row_tokens, default=0))
         tokens = [len(piece) * len(chosen) for piece, chosen in cut_columns(len(work.row_tokens), columns, budget)]
         actions = tokens
+    elif packed and work.prompts and not work.sources:
+        parts = cut_trees(work, budget)
+        held = pieces_of(parts)
+        most = max((sum(work.action_tokens[row] for row in piece.rows) for piece in held), default=1)
+        tokens, passes, total = [piece.tokens for piece in held], sum(map(_passes, parts)), sum(map(_total, parts))
+        return Slices(*(max(1, count) for count in (max(tokens, default=1), most, passes, total)))
     else:
         slices = cut_work(work, budget, packed=packed)
         tokens = [slice_tokens(work, rows, packed=packed) for rows in slices]
@@ -224,53 +359,50 @@ def _even(items: Sequence[int], pieces: int) -> list[list[int]]:
     return [list(items[start:end]) for start, end in pairwise(starts)]
 
 
-def _pieces(work: UpdateWork, budget: int) -> list[tuple[int, list[int]]]:
-    """Gives tokens and rows of every piece of a prompt's rows that fits, the longest completions first."""
-    groups: dict[int, list[int]] = {}
-    for row in sorted(range(len(work.prompts)), key=lambda row: -work.action_tokens[row]):
-        groups.setdefault(work.prompts[row], []).append(row)
-    pieces: list[tuple[int, list[int]]] = []
-    for rows in groups.values():
-        prompt = work.row_tokens[rows[0]] - work.action_tokens[rows[0]]
-        held = prompt
-        piece: list[int] = []
-        for row in rows:
-            if piece and held + work.action_tokens[row] > budget:
-                pieces.append((held, piece))
-                held, piece = prompt, []
-            held += work.action_tokens[row]
-            piece.append(row)
-        pieces.append((held, piece))
-    return pieces
-
-
 # ------------------------------------------------------------------ stored rows
 
 
 def token_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry, *, packs: bool) -> UpdateWork:
     """Gives the shape of rows of tokens; those of a prompt may be packed, or read by an encoder, together."""
     owners = tuple(trajectory.condition_of_row[row] for row in rows)
+    order = {row: (place, shared) for place, (row, shared) in enumerate(branches_of(trajectory, rows))}
     return UpdateWork(
         row_tokens=trajectory.row_lengths(rows),
         action_tokens=trajectory.action_lengths(rows),
         geometry=geometry,
         prompts=owners if packs else (),
         sources=() if geometry.source_bytes is None else owners,
+        prefixes=tuple(order[row] for row in rows) if packs and trajectory.prefixes else (),
     )
 
 
 def token_micro_batches(work: UpdateWork, tokens: int) -> list[MicroBatchGroup]:
     """Cuts rows by tokens, packed if the work says that they can be."""
+    if work.prompts and not work.sources:
+        parts = [_micro_batch_of(part) for part in cut_trees(work, tokens)]
+        return [MicroBatchGroup(parts, lambda batches: list(range(len(batches))))] if parts else []
 
     def micro_batch(places: Sequence[int]) -> MicroBatch:
-        return MicroBatch(tuple(places), None, bool(work.prompts), slice_tokens(work, places, packed=True))
+        return MicroBatch(tuple(places), None, packed=False, tokens=slice_tokens(work, places, packed=False))
 
     def widest(batches: Sequence[MicroBatch]) -> list[int]:
         # Without an encoder, whose gradient waits at what it gave, a dry run chooses its rows before they are cut.
         return telling(work, [batch.places for batch in batches]) if work.sources else list(range(len(batches)))
 
     groups = cut_groups(work, tokens, packed=True)
-    return [MicroBatchGroup([micro_batch(places) for places in group], widest) for group in groups]
+    return [MicroBatchGroup([micro_batch(places) for places in group], widest, bool(work.sources)) for group in groups]
+
+
+def _micro_batch_of(part: Piece | Walk, held: int = 0) -> MicroBatch | MicroBatchGroup:
+    """Gives what runs a piece, or a walk, whose first micro-batch counts the tokens that are run before it."""
+    if isinstance(part, Piece):
+        return MicroBatch(tuple(part.rows), None, packed=True, tokens=held + part.tokens)
+    first, *others = part.parts
+    return MicroBatchGroup(
+        [_micro_batch_of(first, held + part.tokens), *map(_micro_batch_of, others)],
+        lambda batches: list(range(len(batches))),
+        reads=True,
+    )
 
 
 def step_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry) -> UpdateWork:

@@ -6,7 +6,6 @@ hold is thus only found among its own rollouts, not in one of the longest prompt
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -14,6 +13,7 @@ from heapq import nlargest
 from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.memory.simulated.workspaces import QUERIES
 from memsafe_rl.models.language.packing import like_lengths
+from memsafe_rl.prefix_tree import depth_first, grow
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import Step, steps_of
@@ -192,13 +192,10 @@ def _blocks(work: UpdateWork, rows: Sequence[int], packed: bool) -> int:
 
 
 def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
-    """Gives the tokens of prompts and of what follows them; a row whose prompt nobody shares is in one piece."""
-    shared = Counter(work.prompts[row] for row in rows)
-    own = {row: work.action_tokens[row] - 1 for row in rows}  # nothing follows the last one
-    prompts = {work.prompts[row]: work.row_tokens[row] - work.action_tokens[row] for row in rows}
-    alone = [prompts[work.prompts[row]] + own[row] for row in rows if shared[work.prompts[row]] == 1]
-    together = [tokens for prompt, tokens in prompts.items() if shared[prompt] > 1]
-    return [*alone, *together, *(own[row] for row in rows if shared[work.prompts[row]] > 1)]
+    """Gives the tokens of the stretches that attention takes by themselves."""
+    lengths = {row: work.row_tokens[row] - 1 for row in rows}  # nothing follows the last one
+    roots = grow(depth_first(work.branches, rows), lengths)
+    return [node.end - node.start for root in roots for node in root.walk()]
 
 
 def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:

@@ -9,7 +9,17 @@ from typing import NamedTuple
 
 from memsafe_rl.data.prompts import Cursor, rows_of_step
 from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.slices import cut_groups, cut_work, measure_slices, packing_saves, slice_tokens, telling, widest
+from memsafe_rl.slices import (
+    companions,
+    cut_groups,
+    cut_trees,
+    cut_work,
+    measure_slices,
+    packing_saves,
+    slice_tokens,
+    telling,
+    widest,
+)
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork
@@ -101,6 +111,9 @@ def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list
     elif micro_batches > 1:
         sizes = [slice_tokens(work, rows, packed=plan.pack_prompts) for rows in groups]
         chosen |= {number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)}
+    if plan.pack_prompts and work.prompts and not work.sources:
+        beside = companions(cut_trees(work, plan.micro_batch_tokens))  # without which nothing is run for both
+        chosen |= {beside[number] for number in chosen if number in beside}
     if not work.sources:
         others = [number for number in range(len(groups)) if number not in chosen]
         chosen |= set(others[: max(0, micro_batches - len(chosen))])

@@ -24,7 +24,7 @@ from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
 from memsafe_rl.parallel.shards import WHOLE, Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
-from memsafe_rl.slices import MicroBatch
+from memsafe_rl.slices import MicroBatch, MicroBatchGroup
 from memsafe_rl.training import refusal
 from memsafe_rl.types import (
     Denominators,
@@ -189,14 +189,17 @@ def accumulate_gradient(
 
 def _micro_batches(shared: _Pass, rows: Sequence[int]) -> Generator[MicroBatch]:
     """Cuts rows as the plan says; what several micro-batches read is read once, around them."""
-    adapter, trajectory = shared.adapter, shared.trajectory
-    groups = adapter.micro_batches(trajectory, rows, shared.plan.micro_batch_tokens, packed=shared.packs(adapter))
-    for group in groups:
+    adapter, trajectory, plan = shared.adapter, shared.trajectory, shared.plan
+
+    def reading(group: MicroBatchGroup) -> AbstractContextManager[None]:
+        # What is read around several rounds would communicate outside of them.
+        if not group.reads or shared.shards.in_rounds:
+            return nullcontext()
         together = [rows[place] for place in group.places]
-        read_once = adapter.read_together(trajectory, together, partial(shared.forward, adapter))
-        # An encoder that is read around several rounds would communicate outside of them.
-        with nullcontext() if shared.shards.in_rounds else read_once:
-            yield from group.to_run()
+        return adapter.read_together(trajectory, together, partial(shared.forward, adapter))
+
+    for group in adapter.micro_batches(trajectory, rows, plan.micro_batch_tokens, packed=shared.packs(adapter)):
+        yield from group.run(reading)
 
 
 def pass_once(

@@ -14,6 +14,7 @@ from memsafe_rl.accounting import charge, claim, host_memory
 from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
+from memsafe_rl.prefix_tree import sort_by_tokens
 from memsafe_rl.rewards.base import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training import refusal
@@ -158,6 +159,7 @@ def build_trajectory(samples: Samples, *, masks_truncated: bool, needs_whole: bo
         has_old=(False,) * len(pieces),
         starts=torch.stack(starts) if starts else None,
         sample_of_row=sample_of_row if split else (),
+        prefixes=sort_by_tokens([torch.cat([one.condition, one.completion.ids]) for one in pieces]) if split else (),
     )
 
 

@@ -196,6 +196,20 @@ class UpdateWork:
     gradients_aside: int = 0  # whole gradients, of other objectives, that will be held beside this step's last one
     # index of each row's prompt where an encoder reads it, once for all rows that share it; else empty
     sources: tuple[int, ...] = ()
+    # of each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
+    # there; empty where rows share nothing but whole prompts
+    prefixes: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """Rows that can be packed so that those which share tokens follow one another, and what each shares so."""
+        if self.prefixes:
+            return tuple((row, shared) for row, (_, shared) in sorted(enumerate(self.prefixes), key=lambda one: one[1]))
+        members: dict[int, list[int]] = {}
+        for row in sorted(range(len(self.prompts)), key=lambda row: -self.action_tokens[row]):
+            members.setdefault(self.prompts[row], []).append(row)
+        prompts = [row - actions for row, actions in zip(self.row_tokens, self.action_tokens, strict=True)]
+        return tuple((row, prompts[row] if place else 0) for rows in members.values() for place, row in enumerate(rows))
 
     @cached_property  # a search asks for it of thousands of plans
     def least_tokens(self) -> int:
@@ -204,9 +218,8 @@ class UpdateWork:
 
     @cached_property
     def packed_tokens(self) -> int:
-        """Tokens of all rows behind one copy of each prompt."""
-        rows = zip(self.prompts, self.row_tokens, self.action_tokens, strict=True)
-        return sum({prompt: row - actions for prompt, row, actions in rows}.values()) + sum(self.action_tokens)
+        """Tokens of all rows, those that several share once."""
+        return sum(self.row_tokens) - sum(shared for _, shared in self.branches)
 
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -100,6 +100,9 @@ class Trajectory:
     objective_advantages: Tensor | None = None
     # for each row, the sample that it is a part of, in order; () where every row is a whole sample
     sample_of_row: tuple[int, ...] = ()
+    # for each row, its place among rows sorted by their tokens, and how many tokens it shares with the one before it
+    # there; () where rows share nothing but whole prompts
+    prefixes: tuple[tuple[int, int], ...] = ()
     # the columns in which actions count, where they are known beforehand; None where the mask tells
     columns: tuple[int, ...] | None = None
     # (L, D) for each of the P conditions, what a frozen encoder made of it; None where it is read anew

@@ -24,6 +24,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
+from memsafe_rl.slices import Walk, cut_trees
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.samples import Rollout
@@ -232,6 +233,23 @@ def test_how_episodes_are_cut_changes_no_gradient(tmp_path: Path, template: str 
         trainer.train()
         found.append(weights(trainer))
     assert relative(found[1], found[0]) < 1e-10
+
+
+def test_turns_that_repeat_others_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the template that forgets, later turns repeat earlier ones; a pass too small for all walks their tree."""
+    monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 16)
+    found = []
+    for plan in ({"pack_prompts": False}, {"pack_prompts": True}, {"micro_batch_tokens": 90, "pack_prompts": True}):
+        model = tiny_model(positions=512, dtype=torch.float64)
+        policy = cut(**{"micro_batch_tokens": 100_000, **plan})
+        trainer = trainer_of(tmp_path, model=model, memory_policy=policy, processing_class=chat_tokenizer(FORGETFUL))
+        trainer.train()
+        found.append(weights(trainer))
+    assert max(relative(other, found[0]) for other in found[1:]) < 1e-6  # norms round to float32
+    trajectory = first_rollout(trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL)))
+    work = trainer.setup.adapter.work(trajectory, range(len(trajectory)))
+    assert work.packed_tokens < 0.6 * sum(work.row_tokens)
+    assert any(isinstance(part, Walk) for part in cut_trees(work, 90))
 
 
 def test_losses_that_count_sequences_refuse_split_episodes(tmp_path: Path) -> None:

@@ -384,12 +384,16 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
 def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
     """Gives the tokens of one forward over packed rows beyond which more are not worth their memory.
 
-    A prompt whose completions do not fit beside it is run again with the rest of them, so that small micro-batches run
-    more tokens: as many as are fast, doubled until at most a twentieth of all is run again.
+    What rows share and a micro-batch has no room for is run again, or held while small micro-batches run beside it:
+    as many tokens as are fast, doubled until both cost at most a twentieth more than rows that share nothing.
     """
-    least = work.packed_tokens
-    tokens = min(least, max(full_speed_tokens(device, work.geometry), *work.row_tokens))
-    while measure_slices(work, tokens, packed=True).total > _RUN_AGAIN * least:
+    least, full = work.packed_tokens, full_speed_tokens(device, work.geometry)
+    fixed = _update_share(device) * full
+    tokens, enough = min(least, max(full, *work.row_tokens)), _RUN_AGAIN * (least + fixed * (1 + -(-least // full)))
+    while tokens < least:
+        slices = measure_slices(work, tokens, packed=True)
+        if slices.total <= _RUN_AGAIN * least and slices.total + fixed * slices.number <= enough:
+            break
         tokens = min(least, 2 * tokens)
     return tokens
 
@@ -419,8 +423,7 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
 
     Micro-batches cost their tokens, padding and prompts that are run again included, and a fixed part each.
     """
-    share = _CPU_UPDATE_SHARE if device == "cpu" else _FIXED_SHARE
-    fixed = share * full_speed_tokens(device, work.geometry)
+    fixed = _update_share(device) * full_speed_tokens(device, work.geometry)
     # forward and backward bring the weights twice, and compute thrice as much as a forward
     brought = fixed + 2 / 3 * _bus_tokens(work.geometry, plan.resident_blocks)
     time = max(1.0, _run_tokens(work, plan, brought) / _run_tokens(work, fastest, fixed))
@@ -435,6 +438,10 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
         share = work.geometry.trainable_bytes / max(1, work.geometry.parameter_bytes)
         time *= _LEAST_COST + share * _PARKING_TOKENS / max(1, sum(work.row_tokens))
     return time
+
+
+def _update_share(device: str) -> float:
+    return _CPU_UPDATE_SHARE if device == "cpu" else _FIXED_SHARE
 
 
 def rollout_time(phase: Phase, work: RolloutWork, plan: RolloutPlan, fastest: RolloutPlan) -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -38,8 +38,16 @@ from memsafe_rl.models.language.base import (
     padding_mask,
     predicting_states,
 )
-from memsafe_rl.models.language.packing import attending, pack_rows, padded_layout
+from memsafe_rl.models.language.packing import (
+    PackedRows,
+    Trunk,
+    attending,
+    pack_rows,
+    pack_trunk,
+    padded_layout,
+)
 from memsafe_rl.models.routing import Routers
+from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -96,16 +104,16 @@ class CausalLMAdapter(LanguageAdapter):
             reference_model=reference_model,
             inputs=self.inputs,
         )
+        self._trunks: list[Trunk] = []  # what micro-batches now follow, from the first on
         self._step = Compiled(lm.base_model.forward, type(lm.base_model).__name__)
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
         if packed:  # behind one copy of each prompt
-            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device)
-            with attending(self._attention_configs, laid.layout):
-                output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
-            hidden_ND: Tensor = output[0][0]
+            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, self._trunks)
+            read = [trunk.hidden_ND for trunk in self._trunks if trunk.hidden_ND is not None]
+            hidden_ND = torch.cat([*read, self._packed_states(laid)])
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
@@ -113,6 +121,41 @@ class CausalLMAdapter(LanguageAdapter):
             self.routers.row_lengths = row_lengths
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
+
+    def _packed_states(self, laid: PackedRows) -> Tensor:
+        """Gives hidden states (N, D) of all tokens of a packed row."""
+        with attending(self._attention_configs, laid.layout):
+            output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
+        hidden_ND: Tensor = output[0][0]
+        return hidden_ND
+
+    @contextmanager
+    def read_together(
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[None]:
+        """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
+
+        Where every row has the bits that it would have alone, what follows reads it for itself.
+        """
+        with self.numerics():
+            apart = fixed_tiles_on()
+        if apart:
+            yield
+            return
+        laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
+        trunk = laid.layout.keeps
+        assert trunk is not None, "a trunk is laid to be kept"
+        with forward(), self.numerics():
+            graph_ND = self._packed_states(laid)
+        trunk.hidden_ND = graph_ND.detach().requires_grad_(graph_ND.requires_grad)
+        self._trunks.append(trunk)
+        try:
+            yield
+            reached = trunk.hidden_ND.grad
+        finally:
+            self._trunks.pop()
+        if graph_ND.requires_grad and (reached is not None or trunk.learnt):
+            torch.autograd.backward(graph_ND, torch.zeros_like(graph_ND) if reached is None else reached)
 
     @torch.no_grad()
     @in_its_numerics

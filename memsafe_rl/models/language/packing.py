@@ -1,9 +1,11 @@
-"""Rows that share a prompt, laid out behind one copy of it: tokens, positions, and who sees whom, and attention so.
+"""Rows that share their first tokens, laid out behind one copy of these: who sees whom, and attention so.
 
-The tokens of a micro-batch lie end to end without padding: first every prompt, then the completions of each prompt. A
-*segment* is a stretch of tokens that is causal in itself: a prompt, a completion, or both where a prompt has but one.
-A completion's segment sees its whole prompt too: the two parts of its softmax are joined by their log-sum-exp (Dao et
-al. 2022, "FlashAttention", section 3.1), so that no key of a prompt is ever copied for a completion.
+The tokens of a micro-batch lie end to end without padding. A *segment* is a stretch of tokens that is causal in itself:
+a prompt, a completion, both where a prompt has but one, or what turns of a conversation have in common. A segment also
+sees, whole, all those it follows: the parts of its softmax are joined by their log-sum-exp (Dao et al. 2022,
+"FlashAttention", section 3.1), so that no key of a prompt is ever copied for a completion. A *trunk* is a segment that
+several micro-batches follow: it is run before them, its keys and values are held, and what they add to their gradients
+waits there until its own backward.
 
 Axes: ``N`` tokens of a packed row, ``M`` completion tokens end to end, ``S`` segments of a run, ``W`` their width,
 ``U`` keys, ``H`` query heads, ``K`` key/value heads, ``D`` width of a head.
@@ -14,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +30,7 @@ from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.ops.fixed_tiles import fixed_tiles_on
+from memsafe_rl.prefix_tree import Node, branches_of, fork, grow
 from memsafe_rl.types import Trajectory
 
 _LIKE = 2
@@ -68,13 +72,58 @@ class Run:
             packed.index_copy_(0, tokens, rows.index_select(0, places))
 
 
+class Tail(NamedTuple):
+    """A segment that sees another one."""
+
+    gap: int  # tokens of its rows between the two
+    tokens: int  # of its own
+
+
+@dataclass(eq=False)
+class Trunk:
+    """Tokens that the rows of several micro-batches begin with, as these read them."""
+
+    end: int  # tokens of those rows up to its end
+    tokens: int  # of its own
+    hidden_ND: Tensor | None = None  # the network's output, cut off from its graph; its gradient gathers here
+    # per layer, keys and values (N, heads, D), and their gradients once a micro-batch has given any
+    held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    learnt: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Holds what a layer's queries to come will see; a recomputation finds it held already."""
+        self.held.setdefault(layer, (key.detach(), value.detach()))
+
+    def add(self, layer: int, keys: slice, shares: tuple[Tensor, Tensor]) -> None:
+        """Adds to the gradients of some keys and their values."""
+        if layer not in self.learnt:
+            key, value = self.held[layer]
+            self.learnt[layer] = torch.zeros_like(key), torch.zeros_like(value)
+        for whole, share in zip(self.learnt[layer], shares, strict=True):
+            whole[keys] += share
+
+
 @dataclass(frozen=True)
 class Shared:
-    """A prompt that several completions see."""
+    """A segment, or a trunk, that others see whole."""
 
-    prompt: slice  # tokens of the prompt
-    first: int  # first token of the first completion; the others follow end to end
-    tails: tuple[int, ...]  # tokens of each completion that are read (its last one predicts nothing)
+    prompt: slice  # its tokens, in the packed row or in the trunk
+    first: int  # first token of the first that sees it; the others follow end to end
+    tails: tuple[Tail, ...]  # those that see it
+    trunk: Trunk | None = None  # where its keys are held; None for the packed row
+
+
+class Segment(NamedTuple):
+    """A stretch of tokens in the packed row."""
+
+    first: int  # its first token
+    tokens: int
+    behind: tuple[slice, ...] = ()  # the segments of the packed row that it sees whole, from the first on
+
+    @property
+    def own(self) -> slice:
+        """Its tokens."""
+        return slice(self.first, self.first + self.tokens)
 
 
 @dataclass(frozen=True)
@@ -82,10 +131,10 @@ class Layout:
     """Who sees whom in a packed row."""
 
     runs: tuple[Run, ...]  # every segment, in runs of like length
-    # prompts with several completions, at least one of which has tokens of its own to be read
-    shared: tuple[Shared, ...]
+    shared: tuple[Shared, ...]  # segments that others see, where these have tokens
     windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
-    segments: tuple[tuple[int, int], ...] = ()  # every segment, first token and tokens
+    segments: tuple[Segment, ...] = ()
+    keeps: Trunk | None = None  # where its keys and values are held for others; None where nobody else sees it
 
 
 @dataclass(frozen=True)
@@ -94,67 +143,104 @@ class PackedRows:
 
     ids: Tensor  # (1, N) int64
     positions: Tensor  # (1, N) int64; a completion's continue where its prompt ends
-    places: Tensor  # (M,) int64, for each completion token of the rows, in order, the token that predicts it
+    # (M,) int64, for each completion token of the rows, in order, the token that predicts it, of the packed row or,
+    # counted before those, of trunks
+    places: Tensor
     layout: Layout  # who sees whom
 
 
 def pack_rows(
-    trajectory: Trajectory, rows: Sequence[int], windows: Sequence[int | None], device: torch.device
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    windows: Sequence[int | None],
+    device: torch.device,
+    trunks: Sequence[Trunk] = (),
 ) -> PackedRows:
-    """Lays rows out behind one copy of each of their prompts; a row with a prompt of its own stays in one piece.
+    """Lays rows out behind one copy of what they share, or behind trunks; what is a row's own stays in one piece.
 
     A completion's last token is left out, since nothing follows that it could predict.
     """
-    groups: dict[int, list[int]] = {}
-    for row in rows:
-        groups.setdefault(trajectory.condition_of_row[row], []).append(row)
-    prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
-    tails = {row: actions[row][:-1] for row in rows}
-    pieces: list[tuple[Tensor, Tensor]] = []  # ids and positions of each segment
-    segments: list[tuple[int, int]] = []
-    ends, first_own = {}, {}
+    held = trunks[-1].end if trunks else 0
+    lengths = {row: _read_tokens(trajectory, row) for row in rows}
+    roots = grow(branches_of(trajectory, rows), lengths, held)
+    # What is below roots comes behind all of them, depth first: so does what sees a segment lie end to end.
+    nodes = [*roots, *(node for root in roots for child in root.children for node in child.walk())]
+    starts = accumulate((node.end - node.start for node in nodes), initial=0)
+    firsts = {id(node): start for node, start in zip(nodes, starts, strict=False)}
+    behind: dict[int, tuple[slice, ...]] = {id(root): () for root in roots}
+    shared = _behind_trunks(nodes, trunks)
+    for node in nodes:
+        first, length = firsts[id(node)], node.end - node.start
+        own = slice(first, first + length)
+        behind |= {id(child): (*behind[id(node)], own) for child in node.children}
+        tails = tuple(Tail(other.start - node.end, other.end - other.start) for other in node.walk())[1:]
+        if any(tail.tokens for tail in tails):
+            shared.append(Shared(own, firsts[id(node.children[0])], tails))
+    segments = tuple(Segment(firsts[id(node)], node.end - node.start, behind[id(node)]) for node in nodes)
+    leaves = {node.row: segment for node, segment in zip(nodes, segments, strict=True) if not node.children}
+    predicting = [_predicting(trajectory, row, leaves[row], held) for row in rows]
+    layout = Layout(_runs(segments, device), tuple(shared), tuple(windows), segments)
+    return _packed(trajectory, nodes, torch.cat(predicting), layout, device)
 
-    def add(ids: Tensor, position: int) -> int:
-        """Appends a segment whose first token has a position; gives the place of that token."""
-        start = sum(segments[-1]) if segments else 0
-        pieces.append((ids, torch.arange(position, position + len(ids))))
-        segments.append((start, len(ids)))
-        return start
 
-    for condition, members in groups.items():
-        alone = [tails[members[0]]] if len(members) == 1 else []
-        start = add(torch.cat([prompts[condition], *alone]), 0)
-        ends[condition] = start + len(prompts[condition])
-        first_own[members[0]] = ends[condition]
-    shared = []
-    for condition, members in groups.items():
-        if len(members) == 1:
-            continue
-        length = len(prompts[condition])
-        for row in members:
-            first_own[row] = add(tails[row], length)
-        lengths = tuple(len(tails[row]) for row in members)
-        shared.append(Shared(slice(ends[condition] - length, ends[condition]), first_own[members[0]], lengths))
-    predicting = [
-        _predicting(ends[trajectory.condition_of_row[row]] - 1, first_own[row], len(actions[row])) for row in rows
+def pack_trunk(
+    trajectory: Trajectory,
+    rows: Sequence[int],
+    windows: Sequence[int | None],
+    device: torch.device,
+    trunks: Sequence[Trunk] = (),
+) -> PackedRows:
+    """Lays out what all of some rows share and no trunk holds yet, as one segment that is kept for them."""
+    held = trunks[-1].end if trunks else 0
+    end, _ = fork(branches_of(trajectory, rows))
+    node = Node(rows[0], held, end)
+    segments = (Segment(0, end - held),)
+    keeps = Trunk(end, end - held)
+    layout = Layout(_runs(segments, device), tuple(_behind_trunks([node], trunks)), tuple(windows), segments, keeps)
+    return _packed(trajectory, [node], torch.empty(0, dtype=torch.int64), layout, device)
+
+
+def _read_tokens(trajectory: Trajectory, row: int) -> int:
+    """Counts the tokens of a row that are read: all but the last of a completion."""
+    return trajectory.condition_lengths([row])[0] + max(0, trajectory.actions.lengths[row] - 1)
+
+
+def _behind_trunks(nodes: Sequence[Node], trunks: Sequence[Trunk]) -> list[Shared]:
+    """Has all segments see every trunk."""
+    return [
+        Shared(
+            slice(0, trunk.tokens), 0, tuple(Tail(one.start - trunk.end, one.end - one.start) for one in nodes), trunk
+        )
+        for trunk in trunks
     ]
-    alike = like_lengths([tokens for _, tokens in segments])
-    runs = tuple(_run([segments[place] for place in places], device) for places in alike)
-    layout = Layout(runs, tuple(group for group in shared if any(group.tails)), tuple(windows), tuple(segments))
-    ids, positions = map(torch.cat, zip(*pieces, strict=True))
-    return PackedRows(ids[None].to(device), positions[None].to(device), torch.cat(predicting).to(device), layout)
+
+
+def _packed(
+    trajectory: Trajectory, nodes: Sequence[Node], places: Tensor, layout: Layout, device: torch.device
+) -> PackedRows:
+    prompts, actions = trajectory.conditions.rows(), trajectory.actions.rows()
+    pieces, positions = [], []
+    for node in nodes:
+        prompt = prompts[trajectory.condition_of_row[node.row]]
+        own = slice(max(0, node.start - len(prompt)), max(0, node.end - len(prompt)))
+        pieces += [prompt[node.start : node.end], actions[node.row][own]]
+        positions.append(torch.arange(node.start, node.end))
+    ids, places_N = torch.cat(pieces)[None].to(device), torch.cat(positions)[None].to(device)
+    return PackedRows(ids, places_N, places.to(device), layout)
+
+
+def _predicting(trajectory: Trajectory, row: int, own: Segment, held: int) -> Tensor:
+    """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
+    prompt, actions = trajectory.condition_lengths([row])[0], trajectory.actions.lengths[row]
+    behind = [torch.arange(held + part.start, held + part.stop) for part in own.behind]
+    path = torch.cat([torch.arange(held), *behind, torch.arange(held + own.first, held + own.first + own.tokens)])
+    return path[prompt - 1 : prompt - 1 + actions]
 
 
 def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
     """Says who sees whom in rows padded on the right, each alone."""
-    alone = tuple((row * width, width) for row in range(rows))
+    alone = tuple(Segment(row * width, width) for row in range(rows))
     return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
-
-
-def _predicting(last_of_prompt: int, first: int, length: int) -> Tensor:
-    """Indices of the tokens that predict a completion: its prompt's last, then its own but the last."""
-    own = torch.arange(first, first + max(0, length - 1))
-    return torch.cat([torch.full((min(1, length),), last_of_prompt), own])
 
 
 def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
@@ -168,13 +254,18 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
     return runs
 
 
-def _run(members: Sequence[tuple[int, int]], device: torch.device) -> Run:
-    """Gives segments of like length (first token, tokens), in the order of their tokens."""
-    first, width = members[0]
-    if all(member == (first + index * width, width) for index, member in enumerate(members)):
+def _runs(segments: Sequence[Segment], device: torch.device) -> tuple[Run, ...]:
+    alike = like_lengths([segment.tokens for segment in segments])
+    return tuple(_run([segments[place] for place in places], device) for places in alike)
+
+
+def _run(members: Sequence[Segment], device: torch.device) -> Run:
+    """Gives segments of like length, in the order of their tokens."""
+    first, width, _ = members[0]
+    if all(member[:2] == (first + index * width, width) for index, member in enumerate(members)):
         return Run(len(members), width, first)
-    tokens = torch.cat([torch.arange(start, start + length) for start, length in members])
-    places = torch.cat([torch.arange(length) + index * width for index, (_, length) in enumerate(members)])
+    tokens = torch.cat([torch.arange(start, start + length) for start, length, _ in members])
+    places = torch.cat([torch.arange(one.tokens) + index * width for index, one in enumerate(members)])
     return Run(len(members), width, first, (tokens.to(device), places.to(device)))
 
 
@@ -223,9 +314,9 @@ def packed_attention(
     unknown += ["tokens that come later"] if not getattr(module, "is_causal", True) else []
     if unknown:
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
-    window = _window(module, scope[1], options.get("sliding_window"))
+    layer, window = _window(module, scope[1], options.get("sliding_window"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = _Call(scope[1], scale, options.get("softcap"), window)
+    call = _Call(scope[1], scale, options.get("softcap"), window, layer)
     by_row = fixed_tiles_on()  # there each keeps its own type, as where rows are read alone or decoded
     typed = (query, key, value) if by_row else _of_one_type(query, key, value)
     parts = [part.transpose(1, 2).flatten(0, 1) for part in typed]
@@ -241,10 +332,11 @@ class _Call(NamedTuple):
     scale: float  # factor on the product of query and key
     soft_cap: float | None  # what scores are soft-capped at, None for nothing
     window: int | None  # keys that a query sees, itself and those before it; None for all
+    layer: int  # which one it is
 
 
 class _Attention(torch.autograd.Function):
-    """Segments, and prompts as their completions see them, joined; it saves little but what the network holds anyway.
+    """Segments, and those that they follow as they see them, joined; saves little but what the network holds anyway.
 
     A part's backward takes the joined output and log-sum-exp in place of its own: the weights it makes of them are
     those of the joined softmax, so that each part gives its own keys' gradient and its share of the queries'.
@@ -253,6 +345,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         target = target_of(query)
+        if call.layout.keeps is not None:
+            call.layout.keeps.keep(call.layer, key, value)
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
         for run in call.layout.runs:
@@ -260,7 +354,7 @@ class _Attention(torch.autograd.Function):
             run.put(out, out_part)
             run.put(lse, lse_part)
         for shared in call.layout.shared:
-            for part, rows, _ in _prompt_parts(shared, (query, key, value), call):
+            for part, rows, _ in _shared_parts(shared, (query, key, value), call):
                 out_part, lse_part = attend(part, target)
                 _join(out[rows], lse[rows], out_part[0].transpose(0, 1), lse_part[0].transpose(0, 1))
         if sinks is not None:
@@ -281,11 +375,18 @@ class _Attention(torch.autograd.Function):
             for whole, share in zip(grads, attend_backward(part, joined, ctx.target), strict=True):
                 run.put(whole, share)
         for shared in layout.shared:
-            for part, rows, keys in _prompt_parts(shared, inputs, ctx.call):
+            for part, rows, keys in _shared_parts(shared, inputs, ctx.call):
                 joined = Joined(*(whole[rows].transpose(0, 1)[None] for whole in (grad, out, lse)))
-                shares = attend_backward(part, joined, ctx.target)
-                for whole, span, share in zip(grads, (rows, keys, keys), shares, strict=True):
-                    whole[span] += share[0].transpose(0, 1)
+                dq, dk, dv = (share[0].transpose(0, 1) for share in attend_backward(part, joined, ctx.target))
+                grads[0][rows] += dq
+                if shared.trunk is not None:
+                    shared.trunk.add(ctx.call.layer, keys, (dk, dv))
+                else:
+                    grads[1][keys] += dk
+                    grads[2][keys] += dv
+        if layout.keeps is not None:
+            for whole, share in zip(grads[1:], layout.keeps.learnt.pop(ctx.call.layer, ()), strict=False):
+                whole += share
         of_sinks = None
         if sinks is not None:
             weights = (sinks.to(lse.dtype) - lse).exp()
@@ -300,9 +401,9 @@ class _AttentionByRow(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         out = value.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-        for own, prompt in _segments_alone(call.layout):
-            sight = _sight(own, prompt, call, query.device)
-            asked, keys, values = _one_row(own, prompt, query, key, value)
+        for segment in filter(_has_tokens, call.layout.segments):
+            own, sight = segment.own, _sight(segment, call, query.device)
+            asked, keys, values = _one_row(segment, query, key, value)
             mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
             out[own], lse[own] = mixed[0].transpose(0, 1), sums[0].T
         ctx.save_for_backward(query, key, value, sinks, out, lse)
@@ -315,47 +416,40 @@ class _AttentionByRow(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-        for own, prompt in _segments_alone(ctx.call.layout):
-            sight = _sight(own, prompt, ctx.call, query.device)
-            asked, keys, values = _one_row(own, prompt, query, key, value)
+        for segment in filter(_has_tokens, ctx.call.layout.segments):
+            own, sight = segment.own, _sight(segment, ctx.call, query.device)
+            asked, keys, values = _one_row(segment, query, key, value)
             slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
             of_query, of_key, of_value, _, of_sinks = fixed_split.gradients(
                 slope, asked, keys, values, None, sinks, sight, mixed, lse[own].T[None]
             )
             dq[own] = of_query[0].transpose(0, 1)
             for whole, share in ((dk, of_key), (dv, of_value)):
-                before, behind = share[0].transpose(0, 1).tensor_split([prompt.stop - prompt.start])
-                whole[prompt] += before
-                whole[own] += behind
+                start = 0
+                for span in (*segment.behind, own):
+                    whole[span] += share[0, :, start : start + span.stop - span.start].transpose(0, 1)
+                    start += span.stop - span.start
             if d_sinks is not None and of_sinks is not None:
                 d_sinks += of_sinks
         of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None
 
 
-def _segments_alone(layout: Layout) -> Iterator[tuple[slice, slice]]:
-    """Gives the tokens of each segment, and those of the prompt that it follows, which may be none."""
-    behind: dict[int, slice] = {}
-    for shared in layout.shared:
-        start = shared.first
-        for tail in shared.tails:
-            behind[start] = shared.prompt
-            start += tail
-    for start, length in layout.segments:
-        if length:
-            yield slice(start, start + length), behind.get(start, slice(0, 0))
+def _has_tokens(segment: Segment) -> bool:
+    return segment.tokens > 0
 
 
-def _one_row(own: slice, prompt: slice, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind its prompt."""
-    keys, values = (torch.cat([whole[prompt], whole[own]]).transpose(0, 1)[None] for whole in (key, value))
-    return query[own].transpose(0, 1)[None], keys, values
+def _one_row(segment: Segment, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind those that it follows."""
+    spans = (*segment.behind, segment.own)
+    keys, values = (torch.cat([whole[span] for span in spans]).transpose(0, 1)[None] for whole in (key, value))
+    return query[segment.own].transpose(0, 1)[None], keys, values
 
 
-def _sight(own: slice, prompt: slice, call: _Call, device: torch.device) -> fixed_split.Sight:
-    first, tokens, visible = prompt.stop - prompt.start, own.stop - own.start, None
-    if call.window is not None and call.window < first + tokens:
-        slots = torch.arange(first + tokens, device=device)
+def _sight(segment: Segment, call: _Call, device: torch.device) -> fixed_split.Sight:
+    first, visible = sum(span.stop - span.start for span in segment.behind), None
+    if call.window is not None and call.window < first + segment.tokens:
+        slots = torch.arange(first + segment.tokens, device=device)
         distance = slots[first:, None] - slots[None]
         visible = ((distance >= 0) & (distance < call.window))[None, None]
     return fixed_split.Sight(call.scale, call.soft_cap, visible, first)
@@ -367,29 +461,29 @@ def _own_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
     return Part(query, key, value, call.scale, call.soft_cap, first=0, window=call.window)
 
 
-def _prompt_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
-    """Gives the parts of a prompt that its completions see, each with the tokens of its queries and of its keys.
+def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
+    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys.
 
-    All their tokens are one segment of queries, unless a window hides some of the prompt from them: then each
-    completion has a part of its own, of the tokens and the keys that it does not hide altogether.
+    All their tokens are one segment of queries, unless a window hides some of it from them: then each has a part of its
+    own, of the tokens and the keys that it does not hide altogether.
     """
     prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
+    query, *held = inputs if shared.trunk is None else (inputs[0], *shared.trunk.held[call.layer])
     spans: list[tuple[slice, slice, int | None]] = []
-    if window is None or window >= tokens + max(shared.tails):
-        spans.append((slice(shared.first, shared.first + sum(shared.tails)), prompt, None))
+    if window is None or window >= tokens + max(sum(tail) for tail in shared.tails):
+        spans.append((slice(shared.first, shared.first + sum(tail.tokens for tail in shared.tails)), prompt, None))
     else:
         start = shared.first
         for tail in shared.tails:
-            rows, keys = min(tail, window - 1), min(tokens, window - 1)
+            near = window - 1 - tail.gap  # keys that its first query sees
+            rows, keys = min(tail.tokens, near), min(tokens, near)
             if rows > 0:
-                spans.append((slice(start, start + rows), slice(prompt.stop - keys, prompt.stop), keys))
-            start += tail
+                spans.append((slice(start, start + rows), slice(prompt.stop - keys, prompt.stop), keys + tail.gap))
+            start += tail.tokens
     for rows_span, keys_span, first in spans:
-        query, key, value = (
-            whole[span].transpose(0, 1)[None]
-            for whole, span in zip(inputs, (rows_span, keys_span, keys_span), strict=True)
-        )
-        yield Part(query, key, value, call.scale, call.soft_cap, first, window), rows_span, keys_span
+        asked = query[rows_span].transpose(0, 1)[None]
+        key, value = (whole[keys_span].transpose(0, 1)[None] for whole in held)
+        yield Part(asked, key, value, call.scale, call.soft_cap, first, window), rows_span, keys_span
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
@@ -410,15 +504,15 @@ def _of_one_type(*parts: Tensor) -> tuple[Tensor, ...]:
     return tuple(part.to(kind) for part in parts)
 
 
-def _window(module: nn.Module, layout: Layout, told: int | None) -> int | None:
-    """Gives a layer's window by the config, which must agree with what the layer tells its attention."""
+def _window(module: nn.Module, layout: Layout, told: int | None) -> tuple[int, int | None]:
+    """Gives a layer's number, and its window by the config, which must agree with what it tells its attention."""
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise NotImplementedError("attention does not know its layer")
     window = layout.windows[int(index)]
     if told is not None and told != window:
         raise NotImplementedError(f"layer {index} has a window of {told} tokens where its config says {window}")
-    return window
+    return int(index), window
 
 
 # In a compiled block it runs as it is: lengths on the host decide which kernels it calls.
