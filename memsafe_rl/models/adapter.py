@@ -245,11 +245,13 @@ class ModelAdapter(ScoringAdapter, Protocol):
         joins: whether a prompt is kept once for its group, and rows of several caches can be put together.
         in_8_bits: whether caches are rounded to 8 bits.
         start_token_id: what the decoder of an encoder-decoder reads before a completion; None without an encoder.
+        pad_token_id: what stands where a shorter row has no token.
     """
 
     joins: bool = False
     in_8_bits: bool = False
     start_token_id: int | None = None
+    pad_token_id: int = 0
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
         """Gives the shape of rows; see `ScoringAdapter.work`."""

@@ -287,7 +287,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         """The `generate` of the network that a user, or code that came with it, has put in transformers' place."""
         found = vars(self.model).get("generate", getattr_static(type(self.lm), "generate", None))
         is_theirs = found is None or str(found.__module__).startswith("transformers.")
-        return None if is_theirs else self.model.generate
+        return None if is_theirs else cast(Callable[..., Any], self.model.generate)
 
     @property
     def caches(self) -> bool:
