@@ -290,7 +290,11 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "a message has no role.")
     if count not in (None, 1):
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
-    return ChatRequest(_conversation(messages), _tools(body.get("tools") or []))
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        reason = f"tool_choice is {choice!r:.100}, but what the model draws cannot be forced. Leave it out."
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tool_choice", reason)
+    return ChatRequest(_conversation(messages), _tools([] if choice == "none" else tools))
 
 
 def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:

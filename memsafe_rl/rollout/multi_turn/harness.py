@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, ChatServer
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step, ToolCall
 
@@ -21,6 +21,8 @@ _OVER = (
     "the episode has reached a limit of the run: max_completion_length, max_turn_length, max_episode_turns or the "
     "model's context."
 )
+_MOST_FAILURES = 64
+"""Agents that may fail one after another before a run ends that learns from none."""
 _FAREWELL_SECONDS = 10.0
 """How long an agent may take to give its reward once its episode was cut."""
 
@@ -81,6 +83,7 @@ class AgentHarness:
         self.agent, self.timeout_seconds = agent, timeout_seconds
         self.server = ChatServer(host, port, token, remote=remote)
         self._told = False
+        self._failures = 0  # since an agent last returned
 
     def __call__(self) -> Environment:
         """Makes the place of one episode at a time."""
@@ -90,17 +93,31 @@ class AgentHarness:
         """Ends the endpoint."""
         self.server.close()
 
+    def returned(self) -> None:
+        """Takes note that an agent came to its end."""
+        self._failures = 0
+
     def failed(self, error: BaseException) -> None:
         """Says once what agents fail with; their episodes have no reward."""
+        self._failures, self._error = self._failures + 1, error
         if not self._told:
             self._told = True
             logger.warning("an agent failed, and its episode has no reward (further ones are not told): %r", error)
+
+    def check(self) -> None:
+        """Raises where no agent returns any more."""
+        if self._failures >= _MOST_FAILURES:
+            raise MemsafeError(
+                f"{self._failures} agents in a row failed, the last with {self._error!r:.300}. Nothing can be "
+                "learnt from them. Run the agent by hand on a row of the dataset to see why."
+            )
 
 
 class _Play:
     """One run of the agent, in a thread."""
 
     def __init__(self, harness: AgentHarness, example: Mapping[str, Any]) -> None:
+        harness.check()
         self.harness = harness
         self.url, self.box = harness.server.open()
         self.over = threading.Event()
@@ -114,6 +131,7 @@ class _Play:
         try:
             given: Any = self.harness.agent(example, client)
             self.reward = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
+            self.harness.returned()
         except BaseException as error:
             self._fail(error)
         finally:

@@ -58,11 +58,12 @@ class MCPTools:
             raise ConfigError(f"The MCP server {self._named} cannot be used: {reason}. Start it by hand to see why.")
         there: dict[str, Any] = {tool.name: tool for tool in self._listed}
         missing = sorted(set(allow or ()) - there.keys())
-        if missing or not there:
+        if missing or not there or (allow is not None and not allow):
             self.close()
+            lacking = ", ".join(missing) or ("at all" if not there else "of those in `allow`, which names none")
+            names = ", ".join(sorted(there)) or "none"
             raise ConfigError(
-                f"The MCP server {self._named} has no tool {', '.join(missing) or 'at all'}; there are "
-                f"{', '.join(sorted(there)) or 'none'}. Correct `allow`."
+                f"The MCP server {self._named} has no tool {lacking}; there are {names}. Correct `allow`."
             )
         self._tools = [_tool(self, tool) for name, tool in there.items() if allow is None or name in allow]
 

@@ -18,7 +18,7 @@ import requests
 import torch
 
 from memsafe_rl import AgentClient, AgentHarness
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
 from memsafe_rl.rollout.multi_turn.endpoint import Mailbox, RefusedError, read_request
 from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
@@ -367,6 +367,14 @@ def test_an_agent_that_fails_before_its_first_request_has_no_reward(harness: Any
     assert "no sandbox" in caplog.text
 
 
+def test_a_run_ends_where_no_agent_returns_any_more(harness: Any, tmp_path: Path) -> None:
+    def breaks(*_: Any) -> float:
+        raise OSError("no sandbox")
+
+    with pytest.raises(MemsafeError, match=r"\d+ agents in a row failed, the last with OSError\('no sandbox'\)"):
+        trainer_of(tmp_path, environment_factory=harness(breaks), max_steps=40).train()
+
+
 def test_what_an_agent_writes_into_its_row_stays_its_own(harness: Any) -> None:
     sizes: list[int] = []
 
@@ -471,6 +479,7 @@ def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
         ("", None, b'{"messages": []}', 400),
         ("", None, b'{"messages": [{"content": "no role"}]}', 400),
         ("", None, b'{"messages": [{"role": "user", "content": "x"}], "n": 3}', 400),
+        ("", None, b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}', 400),
         ("", None, b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
         ("", None, b'{"messages": [{"role": "assistant", "tool_calls": 5}]}', 400),
         ("", None, b'{"messages": [{"role": "assistant", "tool_calls": ["add"]}]}', 400),

@@ -147,6 +147,8 @@ def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pyte
         MCPTools("http://127.0.0.1:9/mcp", timeout_seconds=10)
     with pytest.raises(ConfigError, match=r"no tool subtract; there are add, environment"):
         MCPTools([sys.executable, str(script)], allow=["subtract"], env=env)
+    with pytest.raises(ConfigError, match="no tool of those in `allow`, which names none"):
+        MCPTools([sys.executable, str(script)], allow=[], env=env)
     with pytest.raises(ConfigError, match="neither a command nor an address"):
         MCPTools("server.py")
     monkeypatch.setitem(sys.modules, "mcp", None)
