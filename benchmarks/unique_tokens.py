@@ -4,7 +4,7 @@
 
 Writes ``benchmarks/results/unique_tokens.json``. Four episodes of one prompt (128 tokens) become a sequence for each
 turn: what the agent wrote (48 tokens of thought, 16 said) and 64 tokens of answer follow one another. Templates extend
-the conversation, or rewrite it: later turns see earlier ones without their thoughts. A random Qwen3 (width 256, 4
+the conversation, or rewrite it: later turns see earlier ones without their thoughts. A random Qwen3 (width 128, 4
 layers, vocabulary 4,096, fp32) accumulates the gradient of all turns, in micro-batches of 4,096 tokens, in three ways:
 sequences padded, packed behind whole prompts only, and packed with all that they share run once; and then in
 micro-batches as long as the longest sequence, where the tree is walked depth first. Seconds are the processor's, of one
@@ -86,7 +86,7 @@ def build_rows(turns: int, *, rewrites: bool) -> Trajectory:
 
 def build_adapter(dtype: torch.dtype = torch.float32) -> CausalLMAdapter:
     """Makes the network, the same each time."""
-    model = small_qwen3(VOCABULARY, hidden=256, layers=4, head_dim=32, max_position_embeddings=4096).to(dtype)
+    model = small_qwen3(VOCABULARY, hidden=128, layers=4, head_dim=32, max_position_embeddings=4096).to(dtype)
     adapter = CausalLMAdapter(model.eval(), pad_token_id=0)
     check_head(adapter)
     return adapter
