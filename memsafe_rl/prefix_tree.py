@@ -18,6 +18,9 @@ from memsafe_rl.types import Trajectory
 LEAST_SHARED = 16
 """Tokens below which a stretch is run again with each row: attention takes every stretch by itself."""
 
+MOST_LEVELS = 200
+"""Stretches that follow one another in a tree at most; what is shared beyond them is run again with each row."""
+
 Branch = tuple[int, int]
 """A row in depth-first order, and the tokens that it shares with the row before it."""
 
@@ -46,7 +49,7 @@ def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
 
     Returns:
         For each row, its place in depth-first order, and the tokens that it shares with the row before it there;
-        stretches of fewer than `LEAST_SHARED` tokens count as not shared.
+        stretches of fewer than `LEAST_SHARED` tokens, or beyond `MOST_LEVELS` others, count as not shared.
     """
     tokens = [row.numpy() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: tokens[row].astype(">i8").tobytes())
@@ -56,18 +59,19 @@ def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
         width = min(len(one), len(other))
         differing = (one[:width] != other[:width]).nonzero()[0]
         shared[place] = int(differing[0]) if len(differing) else width
-    waiting = [(0, len(order), 0)]
+    waiting = [(0, len(order), 0, 0)]
     while waiting:
-        first, last, above = waiting.pop()
+        first, last, above, level = waiting.pop()
         if last - first < 2:
             continue
         depth = min(shared[first + 1 : last])
         forks = [place for place in range(first + 1, last) if shared[place] == depth]
-        kept = depth if depth - above >= LEAST_SHARED else above
+        begins = depth - above >= LEAST_SHARED and level < MOST_LEVELS
+        kept = depth if begins else above
         for place in forks:
             shared[place] = kept
         bounds = [first, *forks, last]
-        waiting += [(one, other, kept) for one, other in pairwise(bounds)]
+        waiting += [(one, other, kept, level + begins) for one, other in pairwise(bounds)]
     places = {row: place for place, row in enumerate(order)}
     return tuple((places[row], shared[places[row]]) for row in range(len(rows)))
 

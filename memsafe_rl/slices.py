@@ -50,7 +50,8 @@ class MicroBatch(NamedTuple):
     places: tuple[int, ...]  # the rows, by their place among those that were cut
     columns: tuple[int, ...] | None  # the columns of each, ascending; None for all
     packed: bool  # whether rows lie behind one copy of each prompt
-    tokens: int  # tokens that are run, padding included, or (row, column) pairs
+    # that are run, padding included, or (row, column) pairs; what its group reads counts in the first that follows it
+    tokens: int
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from memsafe_rl.memory.runtime.recovery import flush_autograd
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
-from memsafe_rl.prefix_tree import sort_by_tokens
+from memsafe_rl.models.language.packing import pack_rows
+from memsafe_rl.prefix_tree import MOST_LEVELS, sort_by_tokens
 from memsafe_rl.preflight.worst_rows import tried_places
 from memsafe_rl.slices import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient
@@ -213,3 +214,51 @@ def test_a_dry_run_holds_what_the_walk_holds() -> None:
         return memory.peak_bytes
 
     assert peak(chosen) == pytest.approx(peak(rows), rel=0.01)
+
+
+@pytest.mark.parametrize("own", [(1, 1, 1), (0, 1, 2, 1), (1,) * 6])
+def test_rows_may_have_nothing_to_read_behind_what_they_share(own: Sequence[int]) -> None:
+    """The last token of a completion predicts nothing, so that a pass of such rows runs no network of its own."""
+    prompt = torch.arange(2, 102)
+    rows = [(prompt, torch.full((length,), 7 + number)) for number, length in enumerate(own)]
+    trajectory, adapter = stored(rows), adapter_of(model_of("qwen3"))
+    _, wanted = learn(adapter, trajectory, PLAIN)
+    for tokens in (100, 102, 400):
+        _, found = learn(adapter, trajectory, UpdatePlan(micro_batch_tokens=tokens, pack_prompts=True))
+        assert distance(found, wanted) < 2e-6, tokens
+
+
+def test_many_passes_round_no_more_than_one() -> None:
+    """Under autocast, what hundreds of passes give a trunk is added up in float32."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(2, 258, (100,), generator=generator)
+    rows = [(prompt, torch.randint(2, 258, (8,), generator=generator)) for _ in range(256)]
+    trajectory, adapter = stored(rows), adapter_of(model_of("qwen3"))
+    terms, errors = terms_of(trajectory), []
+    _, exact = learn(adapter, trajectory, PLAIN)
+    for tokens in (100_000, 108):
+        adapter.model.zero_grad()
+        accumulate_gradient(
+            adapter,
+            trajectory,
+            range(len(trajectory)),
+            UpdatePlan(micro_batch_tokens=tokens, pack_prompts=True),
+            terms,
+            autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+            scale=lambda loss: 3.0 * loss,
+        )
+        found = torch.cat([one.grad.flatten() for one in adapter.model.parameters() if one.grad is not None])
+        errors.append(distance(found, exact))
+    assert errors[1] < 1.1 * errors[0]
+
+
+def test_a_conversation_of_hundreds_of_turns_is_no_deeper_than_can_be_walked() -> None:
+    trajectory = episodes(1, count=1, turns=700, rewrites=True, least=16, most=16)
+    geometry = adapter_of(model_of("qwen3")).geometry
+    rows = range(len(trajectory))
+    assert len(rows) > MOST_LEVELS + 50
+    work = token_work(trajectory, rows, geometry, packs=True)
+    for budget in (max(work.row_tokens), 10**9):
+        pieces = pieces_of(cut_trees(work, budget))
+        assert sorted(row for piece in pieces for row in piece.rows) == list(rows)
+    assert pack_rows(trajectory, rows, (None,), torch.device("cpu")).ids.shape[1] < work.packed_tokens + 1

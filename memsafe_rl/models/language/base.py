@@ -342,6 +342,11 @@ class LanguageAdapter(ModelAdapter, ABC):
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
         return recomputed(find_blocks(self.lm)) if enabled else nullcontext()
 
+    @property
+    def _reader(self) -> str | None:
+        """The PEFT adapter that is active: a critic may be another one on the same base."""
+        return str(self.model.active_adapter) if isinstance(self.model, PeftModel) else None
+
     def _note_heads(self, keys: Sequence[Tensor]) -> None:
         """Notes what the keys of a token take in 8 bits, in the widest layer."""
         self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)

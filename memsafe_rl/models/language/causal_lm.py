@@ -112,9 +112,11 @@ class CausalLMAdapter(LanguageAdapter):
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
         if packed:  # behind one copy of each prompt
-            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, self._trunks)
-            read = [trunk.hidden_ND for trunk in self._trunks if trunk.hidden_ND is not None]
-            hidden_ND = torch.cat([*read, self._packed_states(laid)])
+            # What was read with another PEFT adapter, such as a critic's, is read anew.
+            trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
+            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, trunks)
+            own = [self._packed_states(laid)] if laid.ids.numel() else []  # rows may have nothing behind a trunk
+            hidden_ND = torch.cat([*(trunk.states() for trunk in trunks), *own])
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
         prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
@@ -148,7 +150,9 @@ class CausalLMAdapter(LanguageAdapter):
         assert trunk is not None, "a trunk is laid to be kept"
         with forward(), self.numerics():
             graph_ND = self._packed_states(laid)
-        trunk.hidden_ND = graph_ND.detach().requires_grad_(graph_ND.requires_grad)
+        wide = torch.promote_types(graph_ND.dtype, torch.float32)
+        trunk.hidden_ND = graph_ND.detach().to(wide).requires_grad_(graph_ND.requires_grad)
+        trunk.reader, trunk.dtype = self._reader, graph_ND.dtype
         self._trunks.append(trunk)
         try:
             yield
@@ -156,7 +160,9 @@ class CausalLMAdapter(LanguageAdapter):
         finally:
             self._trunks.pop()
         if graph_ND.requires_grad and (reached is not None or trunk.learnt):
-            torch.autograd.backward(graph_ND, torch.zeros_like(graph_ND) if reached is None else reached)
+            torch.autograd.backward(
+                graph_ND, torch.zeros_like(graph_ND) if reached is None else reached.to(graph_ND.dtype)
+            )
 
     @torch.no_grad()
     @in_its_numerics

@@ -83,10 +83,19 @@ class Trunk:
 
     end: int  # tokens of those rows up to its end
     tokens: int  # of its own
-    hidden_ND: Tensor | None = None  # the network's output, cut off from its graph; its gradient gathers here
-    # per layer, keys and values (N, heads, D), and their gradients once a micro-batch has given any
+    # the network's output, cut off from its graph, no narrower than float32: its gradient gathers here
+    hidden_ND: Tensor | None = None
+    dtype: torch.dtype = torch.float32  # of that output as the network gave it
+    reader: str | None = None  # the PEFT adapter that it was read with
+    # per layer, keys and values (N, heads, D), and once a micro-batch has given any their gradients, no narrower than
+    # float32: in halves, small shares would soon add nothing to a large sum
     held: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     learnt: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def states(self) -> Tensor:
+        """Gives the network's output (N, D) in its own type."""
+        assert self.hidden_ND is not None, "a trunk is read before what follows it"
+        return self.hidden_ND.to(self.dtype)
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Holds what a layer's queries to come will see; a recomputation finds it held already."""
@@ -96,7 +105,8 @@ class Trunk:
         """Adds to the gradients of some keys and their values."""
         if layer not in self.learnt:
             key, value = self.held[layer]
-            self.learnt[layer] = torch.zeros_like(key), torch.zeros_like(value)
+            wide = torch.promote_types(key.dtype, torch.float32)
+            self.learnt[layer] = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for whole, share in zip(self.learnt[layer], shares, strict=True):
             whole[keys] += share
 

@@ -19,7 +19,6 @@ from itertools import product
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -185,11 +184,6 @@ class Seq2SeqAdapter(LanguageAdapter):
         """Gives what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout."""
         hidden_PLD, _ = self._encoded(prompts)
         return [hidden_PLD[place, : len(prompt)] for place, prompt in enumerate(prompts)]
-
-    @property
-    def _reader(self) -> str | None:
-        """The PEFT adapter that is active: a critic may be another one on the same base."""
-        return str(self.model.active_adapter) if isinstance(self.model, PeftModel) else None
 
     def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
