@@ -65,16 +65,15 @@ def test_epochs_over_chains_hold_one_chain_and_stop_by_their_kl(tmp_path: Path) 
         with SimulatedMemory(2**30) as memory:
             trainer = make_diffusion_trainer(tmp_path / f"{epochs}-{len(settings)}", num_iterations=epochs, **settings)
             stores: list[int] = []
-            learn = trainer.loop.learn
+            step = trainer.loop.step
 
-            def noted() -> Any:
-                found = learn()
+            def noted() -> None:
+                step()
                 if trainer.loop.state.rollout is not None:
                     sizes = trainer.loop.state.rollout.trajectory.nbytes()
                     stores.append(sizes["actions"] + sizes["starts"])
-                return found
 
-            trainer.loop.learn = noted
+            trainer.loop.step = noted
             trainer.train()
         assert memory.peak_bytes > 0
         return trainer, max(stores, default=0)

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from memsafe_rl.data.prompts import permutation
 from memsafe_rl.preflight.fake.device import fake_device, true_numbers
+from memsafe_rl.slices import permutation
 from memsafe_rl.types import Phase
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer

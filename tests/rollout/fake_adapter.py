@@ -62,6 +62,7 @@ class FakeAdapter:
     decodes = True
     kv_retention = False
     start_token_id = None
+    own_generate = None
 
     def __init__(
         self,

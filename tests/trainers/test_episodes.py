@@ -212,9 +212,9 @@ def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> No
     trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL), steps_per_generation=2, max_steps=4)
     steps: list[list[int]] = []
 
-    def noted(fix: Any, rollout: Any, rows: Any, controllers: Any) -> Any:
+    def noted(fix: Any, rollout: Any, rows: Any, *others: Any, **named: Any) -> Any:
         steps.append([rollout.trajectory.sample_of_row[row] for row in rows])
-        return fix(rollout, rows, controllers)
+        return fix(rollout, rows, *others, **named)
 
     rewire(trainer, "learner", "fix_terms", lambda fix: partial(noted, fix))
     trainer.train()

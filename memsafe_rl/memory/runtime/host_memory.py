@@ -91,13 +91,16 @@ class _Piece:
 @torch.no_grad()
 def _brought_back(piece: _Piece, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None) -> Tensor:
     """Gives a saved tensor as it lay in its piece; no offset where the piece is the tensor without its gaps."""
-    if offset is not None and piece.device.type == "cpu":
-        return piece.elements.clone().as_strided(shape, strides, offset)
     if offset is not None:
-        there = piece.elements.to(piece.device, non_blocking=piece.elements.is_pinned())
-        return there.as_strided(shape, strides, offset)
+        return _onto_device(piece).as_strided(shape, strides, offset)
     target = torch.empty_strided(shape, strides, dtype=piece.elements.dtype, device=piece.device)
     return target.copy_(piece.elements, non_blocking=piece.elements.is_pinned())
+
+
+def _onto_device(piece: _Piece) -> Tensor:
+    if piece.device.type == "cpu":
+        return piece.elements.clone()
+    return piece.elements.to(piece.device, non_blocking=piece.elements.is_pinned())
 
 
 class _Offload:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -101,7 +101,7 @@ class CausalLMAdapter(LanguageAdapter):
             pad_token_id=pad_token_id,
             routes=routes,
             # whether the structure allows a shared-prefix cache; the check at start tells whether the model agrees
-            joins=Route.LEAN in routes and "position_ids" in accepted,
+            joins=_can_share_prompts(routes, accepted),
             reference_model=reference_model,
             inputs=self.inputs,
         )
@@ -260,6 +260,11 @@ class CausalLMAdapter(LanguageAdapter):
         ):
             output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
+
+
+def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:
+    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
+    return Route.LEAN in routes and "position_ids" in accepted
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
