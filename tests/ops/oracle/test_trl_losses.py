@@ -26,7 +26,7 @@ from tests.ops.oracle.trl_trainer import (
 from tests.tiny import tiny_model
 
 TRLS = [name for name in LOSSES if name not in ("rloo", "dppo", "dppo_kl", "gmpo", "clip_cov", "kl_cov")]
-"""Losses of TRL's GRPO; those of its RLOO and GMPO are compared in files of their own, and it has neither DPPO nor Clip-Cov."""
+"""Losses of TRL's GRPO; those of its RLOO and GMPO are compared in files of their own, and it lacks the others."""
 
 CASES = {
     "plain": {},
