@@ -130,7 +130,7 @@ class Unreliable:
             self.broken += kind < 4
         if kind == 0:  # the answer is lost: the agent hangs up and asks again
             with suppress(requests.exceptions.ReadTimeout):
-                self._post(client, messages, timeout=0.02)
+                return self._post(client, messages, timeout=(60.0, 0.002)).json()["choices"][0]
         if kind == 1:
             time.sleep(0.05)
         if kind == 2:  # another request with it, which nobody reads
@@ -144,7 +144,7 @@ class Unreliable:
         return answer.json()["choices"][0]
 
     @staticmethod
-    def _post(client: AgentClient, messages: list[Any], timeout: float = 60.0, **headers: str) -> Any:
+    def _post(client: AgentClient, messages: list[Any], timeout: Any = 60.0, **headers: str) -> Any:
         url, key = f"{client.base_url}/chat/completions", {"Authorization": f"Bearer {client.api_key}"}
         return requests.post(url, json={"messages": messages}, headers=key | headers, timeout=timeout)
 
