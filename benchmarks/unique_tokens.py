@@ -69,6 +69,18 @@ def build_rows(turns: int, *, rewrites: bool) -> Trajectory:
             rows.append((context, torch.cat([thought, said])))
             context = torch.cat([context, *([] if rewrites else [thought]), said, words(ANSWER)])
     random.Random(turns).shuffle(rows)
+    return lay_out(rows)
+
+
+def lay_out(rows: Sequence[tuple[Tensor, Tensor]]) -> Trajectory:
+    """Stores rows that learn different amounts.
+
+    Args:
+        rows: of each, prompt and completion, (length,) int64.
+
+    Returns:
+        The rows of one group, with what they share.
+    """
     actions = Ragged.from_rows([own for _, own in rows])
     return Trajectory(
         conditions=Ragged.from_rows([prompt for prompt, _ in rows]),
@@ -80,6 +92,7 @@ def build_rows(turns: int, *, rewrites: bool) -> Trajectory:
         group_of_row=(0,) * len(rows),
         finished=(True,) * len(rows),
         has_old=(False,) * len(rows),
+        sample_of_row=tuple(range(len(rows))),
         prefixes=sort_by_tokens([torch.cat(row) for row in rows]),
     )
 

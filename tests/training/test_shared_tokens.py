@@ -12,36 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.unique_tokens import lay_out
 from memsafe_rl.memory.runtime.recovery import flush_autograd
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.packing import pack_rows
-from memsafe_rl.prefix_tree import MOST_LEVELS, sort_by_tokens
+from memsafe_rl.prefix_tree import MOST_LEVELS
 from memsafe_rl.preflight.worst_rows import tried_places
 from memsafe_rl.slices import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient
-from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan
+from memsafe_rl.types import Denominators, LossSettings, Trajectory, UpdatePlan
 from tests.models.language.test_packing import InDouble, adapter_of, distance, model_of
 
 FAMILIES = ("qwen3", "gpt2", "gemma2", "gemma3", "qwen3_moe", "gpt_oss", "deepseek")
-
-
-def stored(rows: Sequence[tuple[Tensor, Tensor]]) -> Trajectory:
-    """Rows of a prompt and a completion each, which learn different amounts."""
-    actions = Ragged.from_rows([own for _, own in rows])
-    return Trajectory(
-        conditions=Ragged.from_rows([prompt for prompt, _ in rows]),
-        condition_of_row=tuple(range(len(rows))),
-        actions=actions,
-        loss_mask=Ragged(torch.ones(len(actions.flat)), actions.lengths),
-        sampling_logprobs=None,
-        advantages=torch.linspace(-1, 1, len(rows)),
-        group_of_row=(0,) * len(rows),
-        finished=(True,) * len(rows),
-        has_old=(False,) * len(rows),
-        sample_of_row=tuple(range(len(rows))),
-        prefixes=sort_by_tokens([torch.cat(row) for row in rows]),
-    )
 
 
 def episodes(
@@ -61,7 +44,7 @@ def episodes(
             rows.append((context, torch.cat([thought, said])))
             context = torch.cat([context, *([] if rewrites else [thought]), said, words()])
     rng.shuffle(rows)
-    return stored(rows)
+    return lay_out(rows)
 
 
 def terms_of(trajectory: Trajectory, level: str = "token") -> StepTerms:
@@ -221,7 +204,7 @@ def test_rows_may_have_nothing_to_read_behind_what_they_share(own: Sequence[int]
     """The last token of a completion predicts nothing, so that a pass of such rows runs no network of its own."""
     prompt = torch.arange(2, 102)
     rows = [(prompt, torch.full((length,), 7 + number)) for number, length in enumerate(own)]
-    trajectory, adapter = stored(rows), adapter_of(model_of("qwen3"))
+    trajectory, adapter = lay_out(rows), adapter_of(model_of("qwen3"))
     _, wanted = learn(adapter, trajectory, PLAIN)
     for tokens in (100, 102, 400):
         _, found = learn(adapter, trajectory, UpdatePlan(micro_batch_tokens=tokens, pack_prompts=True))
@@ -233,7 +216,7 @@ def test_many_passes_round_no_more_than_one() -> None:
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(2, 258, (100,), generator=generator)
     rows = [(prompt, torch.randint(2, 258, (8,), generator=generator)) for _ in range(256)]
-    trajectory, adapter = stored(rows), adapter_of(model_of("qwen3"))
+    trajectory, adapter = lay_out(rows), adapter_of(model_of("qwen3"))
     terms, errors = terms_of(trajectory), []
     _, exact = learn(adapter, trajectory, PLAIN)
     for tokens in (100_000, 108):
