@@ -87,8 +87,7 @@ def branches_of(trajectory: Trajectory, rows: Collection[int]) -> list[Branch]:
         The rows wanted, each with the tokens that it shares with the one before it among them.
     """
     if trajectory.prefixes:
-        order = sorted(range(len(trajectory)), key=lambda row: trajectory.prefixes[row][0])
-        return depth_first([(row, trajectory.prefixes[row][1]) for row in order], rows)
+        return depth_first(trajectory.branches, rows)
     members: dict[int, list[int]] = {}
     for row in rows:
         members.setdefault(trajectory.condition_of_row[row], []).append(row)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from memsafe_rl.types.trajectory import in_order
+
 
 class Phase(StrEnum):
     """The phases of a run to which bytes and failures are attributed."""
@@ -206,7 +208,7 @@ class UpdateWork:
     def branches(self) -> tuple[tuple[int, int], ...]:
         """Rows that can be packed so that those which share tokens follow one another, and what each shares so."""
         if self.prefixes:
-            return tuple((row, shared) for row, (_, shared) in sorted(enumerate(self.prefixes), key=lambda one: one[1]))
+            return in_order(self.prefixes)
         members: dict[int, list[int]] = {}
         for row in sorted(range(len(self.prompts)), key=lambda row: -self.action_tokens[row]):
             members.setdefault(self.prompts[row], []).append(row)

@@ -76,6 +76,11 @@ class Turn(NamedTuple):
     reward: float  # part of the episode's reward that it has earned itself
 
 
+def in_order(prefixes: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Puts rows, each with its place and what it shares there, into the order of places."""
+    return tuple((row, shared) for row, (_, shared) in sorted(enumerate(prefixes), key=lambda one: one[1]))
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One rollout, ready to learn from: rows × columns, whatever the kind of model."""
@@ -125,6 +130,11 @@ class Trajectory:
 
     def __len__(self) -> int:
         return len(self.actions)
+
+    @cached_property  # every micro-batch asks
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """Rows sorted by their tokens, each with the tokens that it shares with the one before it; () as `prefixes`."""
+        return in_order(self.prefixes)
 
     @cached_property
     def counted_actions(self) -> tuple[int, ...]:
