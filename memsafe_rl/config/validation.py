@@ -239,8 +239,6 @@ def _check_sharding(config: TrainerConfig) -> None:
     if not config.sharded:
         return
     together = {
-        "verify_plan": config.verify_plan,
-        "probe_worst_case": config.probe_worst_case,
         "torch_compile": config.compile_mode is not None,
         "fp16": config.fp16,
         "objectives": bool(config.objective_list),
