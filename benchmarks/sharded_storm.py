@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,19 +45,16 @@ MOST_GRADIENT, MOST_WEIGHTS = 1e-6, 1e-4
 """Differences allowed: relative, and of the distance travelled (Adam makes of rounding what it makes of a gradient)."""
 
 
-def _rank(cases: Sequence[str], faults: int, seed: int, rank: int, port: int, folder: str) -> None:
+def _rank(case: str, faults: int, seed: int, rank: int, port: int, folder: str) -> None:
     logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
     set_up_rank(rank, port)
-    found = {}
-    for case in cases:
-        started, pulse, number = time.perf_counter(), Pulse(Path(folder), rank), list(CASES).index(case)
-        options = {"faults": faults // len(CASES), "phases": PHASES, "failing": (0, 1)}
-        found[case] = storm(Path(folder) / case, case, rank, seed + number, pulse, **options)
-        found[case] |= {
-            "seconds": time.perf_counter() - started,
-            "longest_seconds_without_progress": pulse.longest_seconds,
-        }
-    torch.save(found, Path(folder) / f"{rank}.pt")
+    started, pulse = time.perf_counter(), Pulse(Path(folder), rank)
+    found = storm(Path(folder) / "run", case, rank, seed, pulse, faults=faults, phases=PHASES, failing=(0, 1))
+    seconds = {
+        "seconds": time.perf_counter() - started,
+        "longest_seconds_without_progress": pulse.longest_seconds,
+    }
+    torch.save({**found, **seconds}, Path(folder) / f"{rank}.pt")
 
 
 def compared(case: str, ranks: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
@@ -66,7 +62,7 @@ def compared(case: str, ranks: list[dict[str, Any]], folder: Path) -> dict[str, 
 
     Args:
         case: of `CASES`.
-        ranks: what each rank found, by case.
+        ranks: what each rank found.
         folder: where the one process writes.
 
     Returns:
@@ -76,11 +72,11 @@ def compared(case: str, ranks: list[dict[str, Any]], folder: Path) -> dict[str, 
     start, notes = weights(alone), listen_to_steps(alone)
     alone.train()
     travelled = (weights(alone) - start).norm()
-    outcomes = [found[case]["outcome"] for found in ranks]
+    outcomes = [found["outcome"] for found in ranks]
     faulty = [f"{case}: rank {rank} ended with {told}" for rank, told in enumerate(outcomes) if told != "no error"]
     by_phase: Counter[str] = Counter()
     gradient, weight, fallbacks, faults = 0.0, 0.0, 0, 0
-    for number, pair in enumerate(zip(*(found[case]["runs"] for found in ranks), strict=True)):
+    for number, pair in enumerate(zip(*(found["runs"] for found in ranks), strict=True)):
         faults += pair[0]["faults"]
         for run in pair:
             by_phase.update(run["phases"])
@@ -94,16 +90,14 @@ def compared(case: str, ranks: list[dict[str, Any]], folder: Path) -> dict[str, 
                 faulty.append(f"{case}: run {number} left {run['gained_bytes']} bytes")
     if gradient > MOST_GRADIENT or weight > MOST_WEIGHTS:
         faulty.append(f"{case}: gradients differ by up to {gradient:.1e}, weights by up to {weight:.1e} of the way")
-    runs = len(ranks[0][case]["runs"])
     return {
-        "runs": runs,
+        "runs": len(ranks[0]["runs"]),
         "faults": faults,
         "by_phase": dict(by_phase),
         "leaner_plans": fallbacks,
         "largest_gradient_difference": gradient,
         "largest_weight_difference": weight,
-        "seconds": max(found[case]["seconds"] for found in ranks),
-        "longest_seconds_without_progress": max(found[case]["longest_seconds_without_progress"] for found in ranks),
+        **{name: max(found[name] for found in ranks) for name in ("seconds", "longest_seconds_without_progress")},
         "violations": faulty,
     }
 
@@ -118,20 +112,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
-    started, console = time.perf_counter(), Console(width=120)
-    cases = [arguments.only] if arguments.only else list(CASES)
-    with tempfile.TemporaryDirectory() as folder, console.status("two ranks train under faults"):
-        work = partial(_rank, cases, arguments.faults, arguments.seed)
-        ranks = run_ranks(work, Path(folder), PATIENCE_SECONDS)
-        found = {case: compared(case, ranks, Path(folder) / "alone" / case) for case in cases}
-    console.print(found)
-    record = {
-        "machine": describe_machine(),
-        "seed": arguments.seed,
-        "seconds": time.perf_counter() - started,
-        "cases": found,
-    }
-    arguments.results.write_text(json.dumps(record, indent=2) + "\n")
+    started, console, found = time.perf_counter(), Console(width=120), {}
+    for number, case in enumerate(CASES):
+        if arguments.only not in (None, case):
+            continue
+        with tempfile.TemporaryDirectory() as folder, console.status(f"{case}: two ranks train under faults"):
+            work = partial(_rank, case, arguments.faults // len(CASES), arguments.seed + number)
+            found[case] = compared(case, run_ranks(work, Path(folder), PATIENCE_SECONDS), Path(folder) / "alone")
+        console.print({case: found[case]})
+        seconds = time.perf_counter() - started
+        record = {"machine": describe_machine(), "seed": arguments.seed, "seconds": seconds, "cases": found}
+        arguments.results.write_text(json.dumps(record, indent=2) + "\n")
     if any(one["violations"] for one in found.values()):
         sys.exit(1)
 

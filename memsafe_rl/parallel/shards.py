@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from memsafe_rl.accounting import charge, host_memory, local_part, staging
-from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
+from memsafe_rl.errors import ConfigError, MemsafeError, PeerOutOfMemoryError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
@@ -328,6 +328,21 @@ def _in_float32(network: nn.Module) -> MixedPrecisionPolicy:
 def _unshard(group: Any) -> None:
     group.unshard()
     group.wait_for_unshard()
+
+
+def save_whole_only(model: Any) -> None:
+    """Has ``save_pretrained`` of a model whose weights are divided say who writes them whole."""
+    save = model.save_pretrained
+
+    def checked(*arguments: Any, state_dict: Any = None, **options: Any) -> Any:
+        if state_dict is None:
+            raise MemsafeError(
+                "model.save_pretrained finds parts of the weights on each rank, under fsdp. Call "
+                "trainer.save_model(folder) on all ranks, which writes them whole."
+            )
+        return save(*arguments, state_dict=state_dict, **options)
+
+    model.save_pretrained = checked
 
 
 def check_critic_dividable(critic: Any) -> None:

@@ -19,9 +19,11 @@ from benchmarks.forecast_error import beside
 from benchmarks.sharded_forecast import make_trainer as make_forecast_trainer
 from benchmarks.sharded_forecast import save_model
 from memsafe_rl.accounting import local_part, weights_of
+from memsafe_rl.checkpoint import hub_push
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from tests.parallel.test_ranks import PATIENCE_SECONDS, outcome_of, run_ranks, set_up_rank
+from tests.checkpoint.test_hub_push import Hub
+from tests.parallel.test_ranks import PATIENCE_SECONDS, Pulse, outcome_of, run_ranks, set_up_rank
 from tests.parallel.test_ranks_under_faults import At
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, rewire
@@ -132,6 +134,14 @@ def train(trainer: Any) -> dict[str, Any]:
     }
 
 
+def push(folder: Path, rank: int) -> dict[str, bytes]:
+    """Saves a model in a folder, which uploads it too, and gives what was uploaded."""
+    hub_push.HfApi = hub = Hub()  # type: ignore[misc, assignment]
+    trainer = grpo(folder, rank, push_to_hub=True)
+    trainer.save_model(folder / "saved")
+    return {name: value for commit in hub.commits for name, value in commit["files"].items()}
+
+
 RESUMED = ("an encoder-decoder", "tied", "lora", "a critic of its own")
 RESUMED_ON_THREE = ("tied", "lora", "an encoder-decoder")
 SAVES = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": None}
@@ -186,7 +196,9 @@ ENDINGS: dict[str, Callable[[Any], None]] = {
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
     found: dict[str, Any] = {}
+    pulse = Pulse(Path(folder), rank)
     for name, make in CASES.items():
+        pulse()
         path = Path(folder) / name
         trainer = saving(make, path, rank)
         found[name] = train(trainer)
@@ -196,9 +208,15 @@ def train_rank(rank: int, port: int, folder: str) -> None:
         for source, given in (("two", path / "checkpoint-3"), ("one", Path(folder) / "one" / name / "checkpoint-3")):
             resumed = saving(make, Path(folder) / f"{name} from {source}", rank, resume_from_checkpoint=str(given))
             found[f"{name} from {source}"] = the_last_step(resumed)
+    pulse()
+    checked = partial(grpo, verify_plan=True, probe_worst_case=True)
+    trainer = saving(checked, Path(folder) / "checked", rank)
+    found["checked"] = train(trainer)["end"], list(trainer.memory_events)
     found["refused"] = {
         "adapter": outcome_of(partial(ppo, Path(folder) / "adapter", rank, "adapter")),
+        "save_pretrained": outcome_of(partial(trainer.model.save_pretrained, Path(folder) / "parts")),
     }
+    found["pushed"] = push(Path(folder) / "pushed", rank)
     shape = {"vocab_size": 1000, "num_hidden_layers": 4, "beta": 0.1, "tokens": 8}
     if rank == 0:
         save_model(shape, Path(folder) / "forecast" / "model")
@@ -206,6 +224,7 @@ def train_rank(rank: int, port: int, folder: str) -> None:
     make_forecast = partial(make_forecast_trainer, shape, Path(folder) / "forecast")
     found["forecast"] = beside("forecast", make_forecast, on_device=False)
     for name, spoil in ENDINGS.items():
+        pulse()
         trainer = saving(grpo, Path(folder) / name, rank, save_steps=100)
         if rank == 1:
             trainer.loop.report.callbacks.add_callback(At("on_step_begin", 2, partial(spoil, trainer)))
@@ -308,11 +327,29 @@ def test_a_saved_adapter_is_whole(ranks: list[Any], alone: tuple[Path, dict[str,
     assert torch.equal(values, ranks[0]["lora"]["end"])
 
 
+def test_what_is_pushed_is_whole(ranks: list[Any], alone: tuple[Path, dict[str, Any]]) -> None:
+    pushed, others = (found["pushed"] for found in ranks)
+    saved = alone[0] / "pushed" / "saved"
+    assert pushed["model.safetensors"] == (saved / "model.safetensors").read_bytes()
+    assert others == {}
+
+
+def test_checks_before_training_pass_on_all_ranks_and_change_nothing(ranks: list[Any]) -> None:
+    for end, events in (found["checked"] for found in ranks):
+        assert torch.equal(end, ranks[0]["tied"]["end"])
+        verified, probed = (next(one for one in events if one["event"] == name) for name in ("verify", "probe"))
+        assert verified["passed"]
+        assert (verified["compared_with"], 0 < verified["gradient_difference"] < 1e-5) == ("halved", True)
+        assert set(probed["peak_bytes"]) >= {"rollout", "score", "update", "optimizer"}
+
+
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[Any]) -> None:
     for refused in (found["refused"] for found in ranks):
         assert refused["adapter"].startswith(
             "ConfigError: critic='adapter' trains a second adapter on the model's weights"
         )
+        assert refused["save_pretrained"].startswith("MemsafeError: model.save_pretrained finds parts of the weights")
+        assert "trainer.save_model(folder) on all ranks" in refused["save_pretrained"]
 
 
 def test_a_forecast_of_a_rank_is_what_the_rank_then_holds(ranks: list[Any]) -> None:

@@ -32,7 +32,7 @@ from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
-from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable
+from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable, save_whole_only
 from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -237,6 +237,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     setup.trained.zero_grad()
     for one in adapters:
         one.reread()
+    save_whole_only(setup.model)
     return shards
 
 
