@@ -366,4 +366,8 @@ def check_dividable(adapter: Any) -> None:
         raise ConfigError(f"{told} has no repeated blocks. {remedy}")
     odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
     if odd is not None:
-        raise ConfigError(f"{told} has quantised weights ({odd}), which it cannot divide. {remedy}")
+        raise ConfigError(
+            f"{told} has quantised weights ({odd}), packed in whole numbers, which it cannot divide. Load a base in 4 "
+            "bits with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), or leave fsdp out; every rank then "
+            "holds all weights."
+        )

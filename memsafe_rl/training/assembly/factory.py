@@ -223,10 +223,11 @@ def build_setup(
 
 def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> ShardedWeights:
     """Divides the weights of model, reference copy and critic among the ranks."""
+    check_dividable(setup.adapter)
     for critic in setup.advantages.critics:
         check_critic_dividable(critic)
-    found = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
-    adapters = [one for one in found if one is not None]
+    others = [setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
+    adapters = [setup.adapter, *(one for one in others if one is not None)]
     for one in adapters:
         check_dividable(one)
     networks = {id(one.lm): one.lm for one in adapters}
