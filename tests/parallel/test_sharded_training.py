@@ -27,6 +27,7 @@ from tests.parallel.test_ranks import PATIENCE_SECONDS, Pulse, outcome_of, run_r
 from tests.parallel.test_ranks_under_faults import At
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, rewire
+from tests.trainers.test_diffusion import make_trainer as make_denoising_trainer
 from tests.trainers.test_encoder_decoder import tiny_t5
 from tests.trainers.test_ppo import make_ppo
 
@@ -48,7 +49,7 @@ def grpo(folder: Path, rank: int | None, **settings: Any) -> GRPOTrainer:
     """A run of 12 rows; the second rank cuts its rows into more micro-batches than the first."""
     own = {"per_device_train_batch_size": 12 // ranks_now()}
     dtype, tied = settings.pop("dtype", torch.float32), settings.pop("tied", True)
-    reduce_each = settings.pop("reduce_each", (True, True))[rank or 0]
+    reduce_each = settings.pop("reduce_each", (True, True))[rank == 1]
     model = tiny_model(vocab_size=ODD_VOCABULARY, scale=4.0, tied=tied, dtype=dtype)
     return make_trainer(
         folder,
@@ -214,6 +215,7 @@ def train_rank(rank: int, port: int, folder: str) -> None:
     found["checked"] = train(trainer)["end"], list(trainer.memory_events)
     found["refused"] = {
         "adapter": outcome_of(partial(ppo, Path(folder) / "adapter", rank, "adapter")),
+        "denoiser": outcome_of(partial(make_denoising_trainer, Path(folder) / "denoiser", fsdp="full_shard")),
         "save_pretrained": outcome_of(partial(trainer.model.save_pretrained, Path(folder) / "parts")),
     }
     found["pushed"] = push(Path(folder) / "pushed", rank)
@@ -348,6 +350,7 @@ def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[Any]) -> Non
         assert refused["adapter"].startswith(
             "ConfigError: critic='adapter' trains a second adapter on the model's weights"
         )
+        assert refused["denoiser"].startswith("ConfigError: fsdp divides language models, and ")
         assert refused["save_pretrained"].startswith("MemsafeError: model.save_pretrained finds parts of the weights")
         assert "trainer.save_model(folder) on all ranks" in refused["save_pretrained"]
 
