@@ -107,7 +107,6 @@ class PolicyTrainer:
             check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
         self.train_dataset, self._eval_dataset = inputs.train_dataset, request.eval_dataset
-        self.tools = list(request.tools or ())
         outputs = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
@@ -311,7 +310,6 @@ class PolicyTrainer:
     entropy_coef: float = _read(
         "_loop.state.controllers.entropy.coef", "The entropy bonus's coefficient, as it is now."
     )
-    environments: Any = _read("setup.environments", "Where episodes are played; None where a completion is one turn.")
     roles: ModelRoles = _read("setup.roles", "The model under its adapters, as users of episodes.")
     memory_policy: MemoryPolicy = _read("setup.memory_policy", "What makes the plans.")
     state: TrainerState = _read("_loop.state.progress", "Steps, epochs and logs, in transformers' form.")
@@ -323,6 +321,16 @@ class PolicyTrainer:
         "setup.memory.events", "One record per plan, retry or alarm, read from the run's `memory.jsonl`."
     )
     callback_handler: CallbackHandler = _read("_loop.report.callbacks", "Calls the callbacks.")
+
+    @property
+    def tools(self) -> list[Any]:
+        """What the model may call, methods of environments included."""
+        return [] if self.setup.environments is None else list(self.setup.environments.tools)
+
+    @property
+    def environments(self) -> list[Any] | None:
+        """Environments of the latest rollout's rows, as the user made them; None before the first, and without any."""
+        return None if self.setup.environments is None else self.setup.environments.latest
 
     @property
     def aux_loss_enabled(self) -> bool:
