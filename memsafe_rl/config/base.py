@@ -369,9 +369,14 @@ class TrainerConfig(TrainerSettings, ABC):
         if self.world_size == 1:
             return nullcontext()
         logger.debug("rank %d: %s, main process first", self.process_index, desc)
-        state = PartialState(cpu=self.use_cpu)
+        state = self.distributed_state
         turn: AbstractContextManager[None] = state.local_main_process_first() if local else state.main_process_first()
         return turn
+
+    @property
+    def distributed_state(self) -> PartialState:
+        """What accelerate knows of the run's processes."""
+        return PartialState(cpu=self.use_cpu)
 
     # Writing it down
 

@@ -233,6 +233,25 @@ class PolicyTrainer:
         push, is_main = self._hub.push_model, self.is_world_process_zero()
         return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
 
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: Sequence[str] | str | None = None,
+    ) -> None:
+        """Writes a model card, `README.md`, into the run's folder.
+
+        Args:
+            model_name: None for the folder's name.
+            dataset_name: of the training data.
+            tags: of the card.
+        """
+        if self.is_world_process_zero():
+            path = Path(self.args.output_dir) / "README.md"
+            self._loop.files.check_ours(path)
+            self._hub.card(model_name, dataset_name, tags).save(path)
+            self._loop.files.note(path.name)
+
     # ------------------------------------------------------------------ what subclasses replace
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
