@@ -36,10 +36,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 KNOWN = {
-    "test_train_with_generation_kwargs": "num_beams=2 is refused: a beam search does not draw from the model, so a ratio "
-    "of log-probs means nothing for it, and its draws would depend on how rows are batched",
-    "test_iterable_eval_keeps_map_style_train_workers": "asks for the trainer's dataloaders: there are none, prompts are "
-    "read by position, so that no failure and no resume can lose their order",
+    "test_train_with_generation_kwargs": "num_beams=2 is refused: a beam search does not draw from the model, so a "
+    "ratio of log-probs means nothing for it, and its draws would depend on how rows are batched",
+    "test_iterable_eval_keeps_map_style_train_workers": "asks for the trainer's dataloaders: there are none, prompts "
+    "are read by position, so that no failure and no resume can lose their order",
     "test_prepare_input_called_with_correct_data": "watches training_step, which is no step of this loop",
     "TestGRPOTrainerVLM": "asserts that the image tower has changed: it stays frozen",
     "TestRLOOTrainerVLM": "asserts that the image tower has changed: it stays frozen",
