@@ -174,6 +174,16 @@ def attention_configs(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found.values())
 
 
+def biased_modules(network: nn.Module) -> tuple[Any, ...]:
+    """Finds the attention modules of T5's that have a learned bias for each distance."""
+    return tuple(module for module in network.modules() if is_biased(module))
+
+
+def is_biased(module: nn.Module) -> bool:
+    """Whether a module is an attention of T5's with a learned bias for each distance."""
+    return bool(getattr(module, "has_relative_attention_bias", False))
+
+
 def mend_attention() -> None:
     """Mends transformers' eager and sdpa attention, for every network of this process."""
     ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _finite_eager_mask)
