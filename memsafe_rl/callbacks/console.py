@@ -150,6 +150,8 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
             path.write_text("".join(line + "\n" for line in lines))
         except OSError as error:
             logger.warning("%s cannot be written (%s)", path, error.strerror)
+        if self._limit == 0:
+            return
         if self._unique_prompts:
             rows = list({str(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
         table = Table(title=f"Step {step}", show_lines=True)

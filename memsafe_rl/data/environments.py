@@ -91,6 +91,11 @@ class EnvironmentPool:
         offered = listed_tools(tools)
         self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
         probed = [pool.take() for pool in self._pools.values()]
+        own_tools = [tool for environment in probed for tool in listed_tools(environment.tools)]
+        # what the model may call in any of them, functions that were passed first
+        self.tools = [*offered, *(tool for tool in own_tools if tool not in offered)]
+        # environments of the latest rollout's rows, as the user made them; None before the first, and without any
+        self.latest: list[Any] | None = None
         for environment in probed:
             if schemas := tool_schemas(environment.tools):
                 check_tools(Chat(tokenizer, config.chat_template_kwargs), schemas)
@@ -126,6 +131,8 @@ class EnvironmentPool:
                 example.pop("prompt", None)
                 prompt = prompt if isinstance(environment, MethodEnvironment) else None
             beginnings.append(Beginning(key, example, prompt, environment))
+        if self.has_environments:
+            self.latest = [_own(one.environment) for one in beginnings]
         return begin(beginnings, table)
 
     def table(
