@@ -235,8 +235,12 @@ class PolicyTrainer:
             The commit, or its future where nobody waits; None on other ranks than the first. A repository that cannot
             be opened is a `ConfigError`.
         """
-        push, is_main = self._hub.push_model, self.is_world_process_zero()
-        return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
+        # all ranks bring what they have of divided weights, before the first one goes on alone
+        write = self._loop.checkpoints.writer() if self.setup.shards.divided else None
+        if not self.is_world_process_zero():
+            return None
+        save = self.save_model if write is None else lambda folder, **_: write(Path(folder))
+        return self._hub.push_model(save, commit_message, wait=blocking, **options)
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = ()) -> None:
         """Writes a model card, `README.md`, into the run's folder.
