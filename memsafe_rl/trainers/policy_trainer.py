@@ -35,7 +35,7 @@ from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
 from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs

@@ -27,7 +27,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import refuse_incomplete
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
