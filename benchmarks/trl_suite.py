@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
+from benchmarks.machine import describe_machine
 from benchmarks.trl_stand_ins import MARKS, PIECES, SPECIAL, make_stand_ins, own_id
 
 RESULT = Path(__file__).parent / "results" / "trl_suite.json"
@@ -214,7 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         failures = [
             {"test": test, "excluded": why, "reason": reason, "why": _known(test)} for test, why, reason in left
         ]
-        RESULT.write_text(json.dumps({"counts": counts, "passes on TRL alone": failures}, indent=1) + "\n")
+        found = {"machine": describe_machine(), "counts": counts, "passes on TRL alone": failures}
+        RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

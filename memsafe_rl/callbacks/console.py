@@ -150,8 +150,6 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
             path.write_text("".join(line + "\n" for line in lines))
         except OSError as error:
             logger.warning("%s cannot be written (%s)", path, error.strerror)
-        if self._limit == 0:
-            return
         if self._unique_prompts:
             rows = list({str(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
         table = Table(title=f"Step {step}", show_lines=True)
@@ -159,7 +157,8 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
             table.add_column(name, overflow="fold")
         for row in rows[: self._limit]:
             table.add_row(*(_cell(value) for value in row.values()))
-        self._console.print(table)
+        if self._limit != 0:
+            self._console.print(table)
 
 
 def banner(facts: Mapping[str, str], console: Console | None = None, *, title: str = "memsafe_rl") -> None:

@@ -364,6 +364,8 @@ def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
     with pytest.raises(ConfigError, match="Set max_steps"):
         trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
+    with pytest.raises(ConfigError, match=r"column 'environment' names the one that plays"):
+        trainer_of(tmp_path, environment_factory={"till": Till}, train_dataset=None, max_steps=1)
 
 
 @pytest.mark.parametrize(

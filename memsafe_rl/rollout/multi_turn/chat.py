@@ -90,9 +90,8 @@ class Chat:
             except UnrenderableError:
                 return None
             if after.startswith(before) and _MARK in before:
-                closing = self._turn_end(asked, before)
-                end = self._tokenizer.decode([last_id])
-                text = closing.removeprefix(end) + after[len(before) :]
+                closing = self._turn_end(asked, before).removeprefix(self._tokenizer.decode([last_id]))
+                text = closing + after[len(before) :]
                 return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
         return None
 
