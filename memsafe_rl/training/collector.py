@@ -417,10 +417,9 @@ class Collector:
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
-        estimate = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
+        compare = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
-        wanted = self._settings.objectives
-        return advantages_by_objective(samples.rewards_BF, rewards.names, weights_F, wanted, estimate)
+        return advantages_by_objective(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, compare)
 
     # ------------------------------------------------------------------ what is logged
 
