@@ -237,10 +237,8 @@ class PolicyTrainer:
         """
         # all ranks bring what they have of divided weights, before the first one goes on alone
         write = self._loop.checkpoints.writer() if self.setup.shards.divided else None
-        if not self.is_world_process_zero():
-            return None
-        save = self.save_model if write is None else lambda folder, **_: write(Path(folder))
-        return self._hub.push_model(save, commit_message, wait=blocking, **options)
+        save, push = self.save_model if write is None else lambda folder, **_: write(Path(folder)), self._hub.push_model
+        return push(save, commit_message, wait=blocking, **options) if self.is_world_process_zero() else None
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = ()) -> None:
         """Writes a model card, `README.md`, into the run's folder.
