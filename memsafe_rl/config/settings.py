@@ -363,7 +363,7 @@ class TrainerSettings(RunSettings):
     gradient_accumulation_steps: int = layout(
         1, "Accumulation steps per optimizer step; sets the effective batch, nothing else."
     )
-    num_generations: int = batch(8, "Completions sampled per prompt: the group size G.")
+    num_generations: int = batch(8, "Completions sampled per prompt: the group size G.", low=1)
     steps_per_generation: int | None = layout(
         None, "Batches (completions per rank and accumulation step) in one rollout; None: gradient_accumulation_steps."
     )

@@ -35,7 +35,7 @@ from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
 from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs
@@ -235,8 +235,10 @@ class PolicyTrainer:
             The commit, or its future where nobody waits; None on other ranks than the first. A repository that cannot
             be opened is a `ConfigError`.
         """
-        push, is_main = self._hub.push_model, self.is_world_process_zero()
-        return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
+        # all ranks bring what they have of divided weights, before the first one goes on alone
+        write = self._loop.checkpoints.writer() if self.setup.shards.divided else None
+        save, push = self.save_model if write is None else lambda folder, **_: write(Path(folder)), self._hub.push_model
+        return push(save, commit_message, wait=blocking, **options) if self.is_world_process_zero() else None
 
     def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = ()) -> None:
         """Writes a model card, `README.md`, into the run's folder.

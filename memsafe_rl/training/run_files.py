@@ -66,7 +66,7 @@ class RunFiles:
         """Which run, and which of its starts, this is."""
         return RunMark() if self.folder is None else self.folder.mark
 
-    def owes(self, step: int) -> bool:
+    def has_unsaved(self, step: int) -> bool:
         """Whether steps were done that no checkpoint holds though one should; half restored, a run is in no step."""
         return self._config.save_strategy != "no" and step > self.saved_step
 

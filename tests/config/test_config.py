@@ -996,8 +996,6 @@ def test_a_copy_may_count_other_ranks() -> None:
         ({"fsdp_config": {"cpu_offload": True}}, "fsdp_config has cpu_offload=True, which is not supported"),
         ({"optim": "adafactor"}, "optim is 'adafactor' with fsdp"),
         ({"master_weights": "stochastic_rounding"}, "master_weights='stochastic_rounding' is set with fsdp"),
-        ({"verify_plan": True}, "verify_plan is set with fsdp"),
-        ({"probe_worst_case": True}, "probe_worst_case is set with fsdp"),
         ({"torch_compile": True}, "torch_compile is set with fsdp"),
         ({"save_in_background": True}, "save_in_background is set with fsdp"),
     ],
@@ -1005,6 +1003,23 @@ def test_a_copy_may_count_other_ranks() -> None:
 def test_what_sharded_ranks_cannot_do_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         GRPOConfig(**{"fsdp": "full_shard", "report_to": "none", **given}).on_ranks(2).validate()
+
+
+def test_what_a_launcher_asks_of_sharded_ranks_is_done_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"OFFLOAD_PARAMS": "false", "SHARDING_STRATEGY": "FULL_SHARD", "RESHARD_AFTER_FORWARD": "true"}
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        **{f"FSDP_{name}": value for name, value in usual.items()},
+    }.items():
+        monkeypatch.setenv(name, value)
+    config = GRPOConfig(report_to="none").on_ranks(2)
+    config.validate()
+    assert config.sharded
+    for name, value in {"OFFLOAD_PARAMS": "true", "SHARDING_STRATEGY": "HYBRID_SHARD"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"FSDP_{name}", value)
+            with pytest.raises(ConfigError, match=f"the launcher sets FSDP_{name}='{value}'.*fsdp_{name.lower()}: "):
+                config.validate()
 
 
 @pytest.mark.parametrize(
