@@ -113,21 +113,21 @@ def check_earlier(path: Path, *, overwrite: bool) -> None:
 def check_writable(path: Path) -> None:
     """Proves that a folder can be made and written."""
     probe = path / f".probe-{os.getpid()}"
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
+        made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"\n")
         probe.unlink()
         for folder in made:  # the run makes them again when it trains
             folder.rmdir()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a name with a null character is a ValueError
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
+def _unwritable(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
-        f"output_dir is {str(path)!r}, which cannot be written ({error.strerror}). Set output_dir to a folder that can "
-        "be made and written to."
+        f"output_dir is {str(path)!r}, which cannot be written ({error.args[-1]}). Set output_dir to a folder "
+        "that can be made and written to."
     )
 
 
@@ -241,6 +241,7 @@ def save_weights(
     ``held`` is this run's own folder, if it trains. ``replace`` is for weights in a folder that is no run's, which are
     moved aside otherwise; ``overwrite`` moves another run's weights aside, which are refused otherwise.
     """
+    check_writable(path)
     here = held is not None and held.path.resolve() == path.resolve() and still_ours(path, held.mark.run_id)
     training = here and held is not None and held.lock.is_locked
     fresh = not path.exists()

@@ -26,8 +26,8 @@ from memsafe_rl.preflight.cards import NamedCard
 from memsafe_rl.preflight.fake.families import known_config
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.preflight.search import Job, Scout
 from memsafe_rl.preflight.speed import DeviceSpeed, speed_of_card
+from memsafe_rl.preflight.what_fits import Job, Scout
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase, UpdatePlan
 from memsafe_rl.units import format_bytes

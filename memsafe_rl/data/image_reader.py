@@ -107,7 +107,7 @@ class ImagePromptReader(PromptReader):
         if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
             raise DataError(
                 f"a prompt with images has {len(tokens)} tokens, more than {self.limit}, {self.why_limited}, and to "
-                "truncate it would cut an image. Set overlong_prompts to 'filter', or change that."
+                "truncate it would cut an image. Set overlong_prompts to 'filter', or raise that limit."
             )
         return tokens
 

@@ -387,7 +387,7 @@ def overlong_message(longest: int, reader: PromptReader, count: int, where: str 
     """Writes the error for prompts over a reader's limit."""
     return (
         f"{count} prompt(s){where} are longer than {reader.limit} tokens (the longest has {longest}), "
-        f"{reader.why_limited}. Set overlong_prompts to 'filter' or 'truncate', or change that."
+        f"{reader.why_limited}. Set overlong_prompts to 'filter' or 'truncate', or raise that limit."
     )
 
 
@@ -410,7 +410,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
         return
     if not isinstance(prompt, str) and not is_chat(prompt):
         raise DataError(
-            f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Mend it."
+            f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Make it one."
         )
     _check_alike(prompt, first)
     if isinstance(prompt, str):

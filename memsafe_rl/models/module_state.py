@@ -229,7 +229,8 @@ def _attention_with_lean_bias(
     elif bias is not None and bias.shape[-2:] == (1, 1):
         options["position_bias"] = bias.clone(memory_format=torch.contiguous_format)
     elif bias is not None and not bias.requires_grad and not torch.compiler.is_compiling():
-        attention_mask = _masked(bias, attention_mask, getattr(module, "is_causal", True))
+        causal = query.shape[2] > 1 and getattr(module, "is_causal", True)
+        attention_mask = _masked(bias, attention_mask, causal)
         options["position_bias"] = None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 

@@ -33,9 +33,9 @@ from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
-from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds, compile_seconds, count_step
 from memsafe_rl.preflight.speed import DeviceSpeed
+from memsafe_rl.preflight.what_fits import Job
 from memsafe_rl.preflight.worst_case import Drawing, Longest, Probe, evaluates, find_longest, longest_evaluation
 from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, build_setup, machine_for, read_inputs

@@ -8,8 +8,8 @@ from typing import Any
 
 from memsafe_rl.memory.runtime.tracker import plain_plan
 from memsafe_rl.memory.simulated.caching_allocator import Reserved
-from memsafe_rl.preflight.search import Job
 from memsafe_rl.preflight.seconds import StepSeconds
+from memsafe_rl.preflight.what_fits import Job
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Trainer
 
 from memsafe_rl.errors import DataError, texts_beside
-from memsafe_rl.rewards.base import Attempt, PendingScores, RewardScores, run_once
+from memsafe_rl.rewards.runner import Attempt, PendingScores, RewardScores, run_once
 from memsafe_rl.training.metrics.run_log import Hooks
 from memsafe_rl.training.optim.optimizer import build_scheduler
 

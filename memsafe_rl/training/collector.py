@@ -27,22 +27,22 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
-from memsafe_rl.rewards.base import PendingScores
+from memsafe_rl.rewards.runner import PendingScores
 from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.training import refusal
-from memsafe_rl.training.algorithms.advantages import judge, reward_metrics
+from memsafe_rl.training.algorithms.advantages import advantages_by_objective, reward_metrics
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
-    Answers,
     Groups,
+    PendingRewards,
     Rollout,
     Samples,
     build_trajectory,
-    judged,
     partial_metrics,
     rejection_metrics,
     rollout_metrics,
+    with_advantages,
 )
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
@@ -62,7 +62,7 @@ class Drawn:
     """Completions of a rollout, whose rewards may still be under way."""
 
     samples: Samples  # prompts and completions, over all ranks
-    answers: Answers | None  # this rank's rewards; None once they are among the samples
+    pending: PendingRewards | None  # this rank's rewards; None once they are among the samples
     consumed: int  # prompts taken from the source
     waiting: tuple[OpenGroup, ...] = ()  # groups that the next rollout resumes
     metrics: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
@@ -93,16 +93,16 @@ class Collector:
         groups = self._groups(self._read(state.cursor.position, self._settings.prompts_per_rollout), state)
         batch = self.episodes.begin(groups) if self.episodes.played else None
         self.plan(groups.prompts, batch)
-        samples, answers = self._draw(groups, state, batch=batch)
-        return Drawn(samples, answers, consumed=len(groups.prompts.ids))
+        samples, pending = self._draw(groups, state, batch=batch)
+        return Drawn(samples, pending, consumed=len(groups.prompts.ids))
 
     def reward(self, drawn: Drawn, state: RunState) -> Drawn:
         """Waits for the rewards; under dynamic sampling, replaces groups whose rewards are all equal."""
-        if drawn.answers is None:
+        if drawn.pending is None:
             return drawn
-        samples = self._rewarded(drawn.samples, drawn.answers)
+        samples = self._rewarded(drawn.samples, drawn.pending)
         samples, consumed = self._refill(samples, drawn.consumed, state)
-        return replace(drawn, samples=samples, answers=None, consumed=consumed)
+        return replace(drawn, samples=samples, pending=None, consumed=consumed)
 
     def score(self, drawn: Drawn, later_rows: Sequence[int]) -> Trajectory:
         """Stores the samples as a trajectory and scores what needs no rewards, which may still be under way."""
@@ -120,15 +120,15 @@ class Collector:
             trajectory = scorer.score_unrewarded(trajectory, later_rows, external=samples.external)
             return scorer.score_stale(trajectory, samples)
         except BaseException:
-            if drawn.answers is not None:
-                drawn.answers.pending.cancel()
+            if drawn.pending is not None:
+                drawn.pending.scores.cancel()
             raise
 
     def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
-        """Turns rewards into advantages, group by group; rows learnt from after weights moved get old log-probs."""
+        """Turns rewards into advantages, group by group; rows trained on after weights moved get old log-probs."""
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
-        trajectory = self._repeat(judged, trajectory, advantages)
+        trajectory = self._repeat(with_advantages, trajectory, advantages)
         with host_memory():  # where the rollout is
             rewards_B, size = advantages.rewards_B, samples.group_size
             trajectory, assigned = self._repeat(self._setup.advantages.assign, trajectory, rewards_B, size)
@@ -239,8 +239,8 @@ class Collector:
 
     def _draw(
         self, groups: Groups, state: RunState, *, phase: Phase = Phase.ROLLOUT, batch: EpisodeBatch | None = None
-    ) -> tuple[Samples, Answers]:
-        """Draws this rank's rows, has them rewarded, and joins all ranks' rows; rewards may still be under way."""
+    ) -> tuple[Samples, PendingRewards]:
+        """Draws this rank's rows, begins their rewards, and joins all ranks' rows."""
         setup, mine = self._setup, self._setup.parallel.share(groups.rows)
         with setup.memory.phase(phase):
             if self.episodes.played:
@@ -250,12 +250,12 @@ class Collector:
                 given = ExternalRollout(groups.conditions(mine), drawn, external=setup.engine.supports.is_external)
             else:
                 given = self._drawn_by_user(setup.draw_rollout, groups, mine)
-        return self._answered(groups, mine, given, phase, state)
+        return self._with_rewards_begun(groups, mine, given, phase, state)
 
-    def _answered(
+    def _with_rewards_begun(
         self, groups: Groups, mine: range, given: ExternalRollout, phase: Phase, state: RunState
-    ) -> tuple[Samples, Answers]:
-        """Has this rank's rows rewarded, and joins all ranks' rows; rewards may still be under way."""
+    ) -> tuple[Samples, PendingRewards]:
+        """Begins the rewards of this rank's rows, and joins all ranks' rows."""
         setup, gather = self._setup, self._setup.parallel.gather
         texts = setup.models.shown(groups.prompts, given.completions) if given.texts is None else given.texts
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
@@ -278,7 +278,7 @@ class Collector:
         except BaseException:
             pending.cancel()
             raise
-        return samples, Answers(pending, len(mine), answering)
+        return samples, PendingRewards(pending, len(mine), answering)
 
     def _drawn_by_user(self, draw_rollout: DrawRollout, groups: Groups, mine: range) -> ExternalRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
@@ -299,7 +299,7 @@ class Collector:
         return self.reader(self._setup.source.take(position, count))
 
     def _repeat(self, function: Callable[..., Made], *values: Any, phase: Phase = Phase.ROLLOUT, **named: Any) -> Made:
-        """Repeats a small stage beside a phase's own work; no plan predicted it, and none is judged by it."""
+        """Repeats a small stage beside a phase's own work; no plan predicted it, and its peak corrects none."""
         with self._setup.memory.phase(phase, compared=False):
             return self._setup.recovery.repeat(Stage.STORE, function, *values, **named)
 
@@ -363,10 +363,10 @@ class Collector:
         rows = [completion for group in gathered.whole for completion in group.completions if completion is not None]
         mine = self._setup.parallel.share(len(rows))
         given = ExternalRollout(groups.conditions(mine), [rows[row] for row in mine])
-        samples, answers = self._answered(groups, mine, given, Phase.ROLLOUT, state)
+        samples, pending = self._with_rewards_begun(groups, mine, given, Phase.ROLLOUT, state)
         stale = tuple(group.rollout != state.cursor.rollout for group in gathered.whole for _ in range(groups.size))
         samples = replace(samples, stale=stale)
-        return Drawn(samples, answers, gathered.consumed, gathered.waiting, partial_metrics(gathered, samples))
+        return Drawn(samples, pending, gathered.consumed, gathered.waiting, partial_metrics(gathered, samples))
 
     # ------------------------------------------------------------------ rewards and advantages
 
@@ -390,15 +390,15 @@ class Collector:
             attempt=by_reward_rows(attempt),
         )
 
-    def _rewarded(self, samples: Samples, answers: Answers) -> Samples:
+    def _rewarded(self, samples: Samples, pending: PendingRewards) -> Samples:
         """Waits for the rewards of this rank's rows, and joins all ranks'."""
         setup = self._setup
-        with setup.memory.phase(answers.phase, compared=False):
-            scores = answers.pending.result()
+        with setup.memory.phase(pending.phase, compared=False):
+            scores = pending.scores.result()
             setup.on_rewards(scores)
             rewards = setup.parallel.gather(scores.rewards_BF.tolist())
             rewards_BF = setup.recovery.repeat(Stage.STORE, torch.tensor, rewards, dtype=torch.float32)
-        extras = [{name: values[row] for name, values in scores.extras.items()} for row in range(answers.rows)]
+        extras = [{name: values[row] for name, values in scores.extras.items()} for row in range(pending.rows)]
         return replace(samples, rewards_BF=rewards_BF, extras=tuple(setup.parallel.gather(extras)))
 
     def _refill(self, samples: Samples, consumed: int, state: RunState) -> tuple[Samples, int]:
@@ -417,9 +417,9 @@ class Collector:
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
-        estimate = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
+        compare = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
-        return judge(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, estimate)
+        return advantages_by_objective(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, compare)
 
     # ------------------------------------------------------------------ what is logged
 

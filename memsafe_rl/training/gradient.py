@@ -270,7 +270,7 @@ def _learn_from(
 
 
 def check_separable(settings: LossSettings) -> None:
-    """Refuses losses that need all columns of a row at once, where a network's columns are learnt one by one."""
+    """Refuses losses that need all columns of a row at once, where a network trains on its columns one by one."""
     separable = ", ".join(one.name for one in LOSSES.values() if one.traits.separable and not one.traits.tokens_only)
     remedies = {
         "importance_sampling_level": "importance_sampling_level='token' in GRPOConfig",

@@ -80,7 +80,7 @@ class StepResult:
 
 
 class Learner:
-    """Learns from the rows of a rollout, one optimizer step at a time, by a run's parts; holds no state of its own."""
+    """Trains on the rows of a rollout, one optimizer step at a time; holds no state of its own."""
 
     def __init__(self, setup: TrainingSetup) -> None:
         self._setup = setup
@@ -118,7 +118,7 @@ class Learner:
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
 
     def commit(self, step: int) -> None:
-        """Moves the weights, after so many steps; a step that breaks off is rolled back and repeated."""
+        """Moves the weights after `step` steps; a commit that runs out of memory is rolled back and repeated."""
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
             self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host
@@ -144,12 +144,12 @@ class Learner:
         return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
     def later_rows(self, cursor: Cursor) -> list[int]:
-        """Gives the samples that no optimizer step reads before the weights first move."""
+        """Gives the samples that no optimizer step trains on before the weights first move."""
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:
-        """Works out over the whole step and all ranks what its loss divides by, weighs by, masks and balances."""
+        """Fixes denominators, coefficients, masks and expert balance over the whole step and all ranks."""
         terms = self._loss_terms(rollout, rows, controllers, step)
         return replace(terms, balance=self._balance(rollout.trajectory, rows))
 
@@ -214,7 +214,7 @@ class Learner:
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
-        """Gives the shape of this rank's part of an optimizer step, with what is trained and waits beside the model."""
+        """Gives the shape of this rank's part of an optimizer step, with a critic's and the gradients set aside."""
         setup = self._setup
         # Under dropout, completions behind one prompt would share its mask.
         work = setup.adapter.work(trajectory, rows, packable=self._config.disable_dropout)
@@ -242,9 +242,9 @@ class Learner:
         view: Callable[[Trajectory], Trajectory] = as_it_is,
         gradients_aside: int = 0,
     ) -> tuple[Rollout, StepGradient]:
-        """Accumulates a gradient over micro-batches, again from the start if memory runs out, then over ranks.
+        """Accumulates a gradient over micro-batches, then sums it over ranks; no weight moves.
 
-        Of several objectives, each has its own before they are merged. No weight moves.
+        Where memory runs out it begins again. Of several objectives, each has its own before they are merged.
         """
         setup, committer = self._setup, self._setup.committed
         if terms.objectives:
@@ -282,8 +282,8 @@ class Learner:
     def measure(self, gradient: StepGradient, terms: StepTerms, *, step: int) -> dict[str, float]:
         """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
         committer = self._setup.committed
-        known = self._setup.shards.total_norm(committer.norms, self._repeat)
-        norm = self._repeat(Stage.MEASURE, committer.measure, known)
+        total = self._setup.shards.total_norm(committer.norms, self._repeat)
+        norm = self._repeat(Stage.MEASURE, committer.measure, total)
         numbers = self._repeat(Stage.MEASURE, read_step, gradient, norm)
         # in fp16 the loss scale expects such a gradient, and skips it
         if not math.isfinite(numbers.grad_norm) and committer.scaler is None:

@@ -1,4 +1,4 @@
-"""The training loop: collect a rollout, learn from it step by step, log, evaluate, save; it resumes at any step."""
+"""The training loop: collect a rollout, train on it step by step, log, evaluate, save; it resumes at any step."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
     Args:
         collector: runs the stages.
         state: where the run stands; not changed.
-        later_rows: samples that no optimizer step reads before the weights first move.
+        later_rows: samples that no optimizer step trains on before the weights first move.
 
     Returns:
         The rollout, on the host.
     """
-    drawn = collector.draw(state)
+    drawn = collector.draw(state)  # begins the rewards, too
     if not collector.overlaps_rewards:
         drawn = collector.reward(drawn, state)
-    trajectory = collector.score(drawn, later_rows)
-    drawn = collector.reward(drawn, state)  # waits for those that were under way meanwhile
+    trajectory = collector.score(drawn, later_rows)  # while async rewards are under way
+    drawn = collector.reward(drawn, state)  # does nothing where they have been waited for
     return collector.assign(drawn, trajectory, later_rows)
 
 
@@ -97,7 +97,7 @@ class TrainingLoop:
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
-        """Goes on with other parts."""
+        """Replaces the setup, and rebuilds what stands on it."""
         self.setup, self.config = setup, setup.config
         self.collector, self.learner = Collector(setup), Learner(setup)
         self.checkpoints = Checkpoints(setup, self.collector, self.hooks)
@@ -149,8 +149,8 @@ class TrainingLoop:
 
     def _stop_if_asked(self) -> None:
         """Ends the run between two steps, on all ranks where one was asked to."""
-        owed = self.files.owes(self.state.step)
-        asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), owed)])
+        unsaved = self.files.has_unsaved(self.state.step)
+        asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), unsaved)])
         reason = next((reason for reason, _ in asked if reason), "")
         if reason:
             if asked[0][1] and self.setup.shards.divided:
@@ -164,15 +164,14 @@ class TrainingLoop:
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
-        epoch_before = state.progress.epoch
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
-            metrics = self.report.account(state, result.metrics, result.micro_batches, self._learning_rate)
+            metrics = self.report.complete(state, result.metrics, result.micro_batches, self._learning_rate)
             metrics["step_time"] = time.perf_counter() - self._step_started
             self._advance(metrics)
-            state.ending, state.progress.epoch = Ending(epoch_before), self._epoch()
-            self.report.note(state, metrics, self._epoch())
+            state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()
+            self.report.record_step(state, metrics)
             state.random = None
         if result.sample is not None:
             metrics |= self._lost_updates(result.sample)
@@ -223,12 +222,12 @@ class TrainingLoop:
         state, report, ending = self.state, self.report, self.state.ending
         if ending is None:
             return
-        report.tell("on_step_end", state)
+        report.fire_once("on_step_end", state)
         if self._used_up():
             report.control.should_training_stop = True
         self._obey()
         if int(state.progress.epoch) > int(ending.epoch_before) or report.control.should_training_stop:
-            report.tell("on_epoch_end", state)
+            report.fire_once("on_epoch_end", state)
             self._obey()
             if not report.control.should_training_stop:
                 report.fire("on_epoch_begin", state)
@@ -240,7 +239,7 @@ class TrainingLoop:
         if report.control.should_log:
             report.flush(self.state)
         if report.control.should_evaluate:
-            with report.heard_whole():
+            with report.taken_back_if_cut_short():
                 if self.eval_dataset is not None:
                     track_best(self.config, report, self.state, self._evaluate())
                 report.control.should_evaluate = False
@@ -303,7 +302,7 @@ class TrainingLoop:
         if "optim" in degradation.changes:
             schedule = setup.committed.scheduler.state_dict()
             self.make_optimizer()
-            self.setup.committed.go_on_at(schedule)
+            self.setup.committed.resume_schedule(schedule)
 
     def _leave(self, error: BaseException) -> None:
         """Leaves the state as it was before the step, tells the other ranks, and saves what can be resumed."""
@@ -316,7 +315,7 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        if self._begun and not setup.shards.divided and self.files.owes(self.state.step):
+        if self._begun and not setup.shards.divided and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()
@@ -330,7 +329,7 @@ class TrainingLoop:
         share = self.setup.recovery.repeat(Stage.MEASURE, sample.lost_share)
         if share is None:
             return {}
-        self.report.note_lost_updates(self.state, share, self._learning_rate)
+        self.report.record_lost_updates(self.state, share, self._learning_rate)
         return {"lost_updates": share}
 
     # ------------------------------------------------------------------ beginning, end, checkpoints
@@ -353,7 +352,7 @@ class TrainingLoop:
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
-        if checkpoint is not None and self.state.step >= max_steps and not self.report.owes(self.state):
+        if checkpoint is not None and self.state.step >= max_steps and not self.report.has_unfinished(self.state):
             told = f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}"
             ours = checkpoint.absolute().parent.resolve() == Path(config.output_dir).resolve()
             if self.state.step > max_steps or not ours:
@@ -428,6 +427,7 @@ class TrainingLoop:
         losses = [record["loss"] for record in state.history[first:]]
         totals = {
             "train_runtime": seconds,
+            "train_samples_per_second": len(losses) * self.config.step_rows / seconds,
             "train_steps_per_second": len(losses) / seconds,
             "train_loss": sum(losses) / len(losses) if losses else float("nan"),
         }

@@ -1,4 +1,4 @@
-"""What a rollout consists of before it is learnt from: samples, their rewards, and the store that holds them."""
+"""What a rollout consists of before it is trained on: samples, their rewards, and the store that holds them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.prefix_tree import sort_by_tokens
-from memsafe_rl.rewards.base import PendingScores
+from memsafe_rl.rewards.runner import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import objective_advantages
@@ -70,7 +70,7 @@ class Samples:
     extras: tuple[dict[str, Any], ...]
     external: bool = False  # whether another sampler than the trained model drew them
     stale: tuple[bool, ...] = ()  # per completion, whether older weights drew some of it; () where none is
-    # per completion, the sequences that it is learnt from; () where each is one
+    # per completion, the sequences that train on it; () where each is one
     pieces: tuple[tuple[Piece, ...], ...] = ()
     facts: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
 
@@ -109,17 +109,17 @@ _OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces")
 
 
 @dataclass(frozen=True)
-class Answers:
-    """Rewards of one rank's rows, to be waited for."""
+class PendingRewards:
+    """Rewards of one rank's rows, which may still be under way."""
 
-    pending: PendingScores  # the reward functions' calls
+    scores: PendingScores  # the reward functions' calls
     rows: int  # completions of this rank
     phase: Phase  # to which the wait belongs
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout, rewarded and ready to learn from."""
+    """A rollout, rewarded and ready to train on."""
 
     trajectory: Trajectory  # the store
     consumed: int  # prompts taken from the source
@@ -139,7 +139,7 @@ def build_trajectory(
     samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False
 ) -> Trajectory:
     """Stores samples as a trajectory that has no advantages yet."""
-    pieces, sample_of_row = _learnt(samples)
+    pieces, sample_of_row = _sequences(samples)
     cut = [masks_truncated and not piece.completion.finished for piece in pieces]
     masks = [torch.zeros_like(one.mask) if gone else one.mask for one, gone in zip(pieces, cut, strict=True)]
     unique: dict[Any, Tensor] = {}
@@ -166,8 +166,8 @@ def build_trajectory(
     )
 
 
-def judged(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
-    """Adds advantages to a trajectory; a row that no reward function scored counts for nothing: its mask is 0."""
+def with_advantages(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:
+    """Adds advantages to a trajectory; a row that no reward function scored is masked out of the loss."""
     advantages_B, unscored = advantages.advantages_B, advantages.unscored_B.tolist()
     with host_memory(), charge(Component.TRAJECTORY):
         objectives = objective_advantages(advantages)
@@ -234,8 +234,8 @@ def partial_metrics(gathered: Gathered, samples: Samples) -> dict[str, float]:
     }
 
 
-def _learnt(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
-    """Lists the sequences that samples are learnt from, and which sample each is a part of."""
+def _sequences(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
+    """Lists the sequences of all samples, and which sample each is a part of."""
     if samples.pieces:
         pairs = [(piece, sample) for sample, pieces in enumerate(samples.pieces) for piece in pieces]
         return [piece for piece, _ in pairs], tuple(sample for _, sample in pairs)

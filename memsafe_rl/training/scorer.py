@@ -121,7 +121,7 @@ class Scorer:
         if not self.keeps_sources:
             return trajectory
         with self._setup.memory.phase(Phase.SCORE, compared=False), charge(Component.TRAJECTORY):
-            # What decides which tokens are learnt from must not round differently in another plan.
+            # What decides which tokens are trained on must not round differently in another plan.
             context = self._setup.row_by_row if self._settings.marks_tokens else None
             work = self.adapter.work(trajectory, range(len(trajectory)))
             sources = read_sources(self.adapter, trajectory, self.attempt(Stage.SCORE, work, context))
@@ -171,7 +171,7 @@ class Scorer:
             return replace(trajectory, importance_weights=weights)
 
     def score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
-        """Adds old log-probs of rows that are first learnt from after the weights have moved, or importance weights."""
+        """Adds old log-probs of rows that are first trained on after the weights have moved, or importance weights."""
         repeat = self._setup.recovery.repeat
         with self._setup.memory.phase(Phase.SCORE):
             if self.corrects(external):

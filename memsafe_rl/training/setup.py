@@ -27,7 +27,7 @@ from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.one_process import WHOLE, OneProcess
 from memsafe_rl.parallel.replicas import Parallel
 from memsafe_rl.parallel.shards import Shards
-from memsafe_rl.rewards.base import RewardRunner, RewardScores
+from memsafe_rl.rewards.runner import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training.algorithms.advantages import Advantages

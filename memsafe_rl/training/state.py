@@ -35,7 +35,7 @@ class RunState:
     alarms: AlarmWatch  # which rules are broken
     progress: TrainerState  # steps, epochs and logs, in transformers' form
     cursor: Cursor = field(default_factory=Cursor)  # the next optimizer step, in plain integers
-    rollout: Rollout | None = None  # what is being learnt from; None where the next step draws anew
+    rollout: Rollout | None = None  # what is being trained on; None where the next step draws anew
     waiting: tuple[OpenGroup, ...] = ()  # groups of completions that the next rollout resumes
     history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))  # one record a step, of `steps.jsonl`
     degradations: list[Degradation] = field(default_factory=list)  # changes of the task, taken where no plan fitted

@@ -216,11 +216,14 @@ def test_a_full_disk_ends_in_one_line(
     assert not list(tmp_path.glob(".checkpoint-*"))
 
 
-@pytest.mark.parametrize("place", ["/proc/x", "file"])
+@pytest.mark.parametrize("place", ["/proc/x", "file", "x" * 300, "a\0b"])
 def test_an_unusable_folder_is_named_before_any_weight_is_loaded(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"output_dir is .*, which cannot be written \(.*\)"):
+    told = r"output_dir is .*, which cannot be written \(.*\)"
+    with pytest.raises(ConfigError, match=told):
         make_trainer(tmp_path / place, model="no/such-model")
+    with pytest.raises(ConfigError, match=told):
+        make_trainer(tmp_path).save_model(str(tmp_path / place))
 
 
 def test_what_cannot_be_saved_or_followed_is_named_before_any_weight_is_loaded(tmp_path: Path) -> None:

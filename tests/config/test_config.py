@@ -175,6 +175,32 @@ def test_what_changes_nothing_is_taken_in_one_line_that_says_so(name: str, caplo
     assert said[0].startswith(f"{name} is 'something else', which changes nothing here: ")
 
 
+def test_a_configuration_may_be_derived_with_fields_of_its_own() -> None:
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        benchmarks: list[str] = dataclasses.field(default_factory=list)
+        num_completions_to_print: int | None = 0
+
+    config = Mine(output_dir="x", benchmarks=["maths"], beta=0.1)
+    assert (config.benchmarks, config.num_completions_to_print, config.beta) == (["maths"], 0, 0.1)
+    config.benchmarks = []
+    assert config.benchmarks == []
+    assert dataclasses.replace(config, seed=3).seed == 3
+    (parsed,) = HfArgumentParser(Mine).parse_args_into_dataclasses(["--benchmarks", "a", "b"])
+    assert parsed.benchmarks == ["a", "b"]
+    with pytest.raises(ConfigError, match="There is no setting 'benchmark'"):
+        config.benchmark = []
+    with pytest.raises(ConfigError, match="it must be at least 0"):
+        Mine(output_dir="x", num_completions_to_print=-1)
+
+
+def test_what_scripts_read_of_the_processes_is_there() -> None:
+    config = GRPOConfig(accelerator_config={"dispatch_batches": True})
+    assert config.accelerator_config.dispatch_batches is False
+    config.distributed_state.wait_for_everyone()
+    assert config.distributed_state.num_processes == config.world_size
+
+
 def test_rollouts_of_one_optimizer_step_are_one(caplog: pytest.LogCaptureFixture) -> None:
     paper = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 128, "steps_per_generation": 16}
     config = GRPOConfig(**paper, num_generations=16)

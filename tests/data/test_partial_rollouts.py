@@ -302,7 +302,7 @@ def test_evaluations_draw_completions_to_their_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"dynamic_sampling": True}, "with dynamic_sampling a rollout is replaced by its rewards"),
+        ({"dynamic_sampling": True}, "dynamic_sampling replaces groups by what their rewards are"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction is False"),
         ({"rollout_func": lambda *_: {}}, "only this library's own engine can continue completions"),
         ({"loss_type": "vespo"}, "vllm_importance_sampling_mode is 'sequence_mask' with loss_type 'vespo'"),

@@ -19,8 +19,8 @@ from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemo
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.preflight.search import Scout
 from memsafe_rl.preflight.speed import speed_of_card
+from memsafe_rl.preflight.what_fits import Scout
 from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
 from tests.preflight import beside
 from tests.preflight.beside import ROOM, alternating, prompts

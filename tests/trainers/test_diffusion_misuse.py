@@ -18,7 +18,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import Condition, TrainedSteps, prompt_key
 from memsafe_rl.models.diffusion.schedulers import DDIMScheduler, FlowSDEScheduler
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.assembly.denoisers import Denoisers
 from tests.models.diffusion.small import PROMPTS, SHAPE, WIDTH, Denoiser, draw, make_policy

@@ -51,7 +51,7 @@ def talk(*turns: dict[str, Any]) -> Dataset:
         ),
         ({"eval_dataset": {}}, DataError, "eval_dataset is a dict of nothing"),
         ({"eval_dataset": {"a": None}}, DataError, "eval_dataset is a dict whose 'a' is None"),
-        ({"eval_strategy": "steps"}, ConfigError, "eval_strategy is 'steps' and load_best_model_at_end is False"),
+        ({"eval_strategy": "steps"}, ConfigError, "eval_strategy is 'steps', but there is no eval_dataset"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(

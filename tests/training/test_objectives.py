@@ -29,7 +29,7 @@ from memsafe_rl.ops.merging import MERGES, merge_weights
 from memsafe_rl.rewards import calls
 from memsafe_rl.training import gradient as update
 from memsafe_rl.training import learner
-from memsafe_rl.training.algorithms.advantages import judge, objective_advantages
+from memsafe_rl.training.algorithms.advantages import advantages_by_objective, objective_advantages
 from memsafe_rl.training.algorithms.objectives import BetaControl, as_seen_by, steered
 from memsafe_rl.types import Component, Phase, UpdatePlan, UpdateWork
 from tests.models.diffusion.small import PROMPTS as DIFFUSION_PROMPTS
@@ -500,7 +500,7 @@ def test_each_objective_is_judged_by_its_own_rewards_over_the_rows_that_they_sco
     def estimate(columns: torch.Tensor, factors: torch.Tensor) -> Any:
         return estimated_advantages(columns, factors, 2, scale_rewards="none")
 
-    found = judge(rewards, ("x", "y", "z"), torch.tensor([1.0, 1.0, 0.5]), objectives, estimate)
+    found = advantages_by_objective(rewards, ("x", "y", "z"), torch.tensor([1.0, 1.0, 0.5]), objectives, estimate)
     assert found.rewards_B.tolist() == [2.0, 3.0, 5.0, 7.0]
     a, b = found.objectives
     assert a.advantages_B.tolist() == [-0.5, 0.5, 0, 0]  # 1 + 0.5 · 2 against 3; a row alone in its group

@@ -100,14 +100,14 @@ class GroupAdvantages:
 # ------------------------------------------------------------------ by groups, for each objective
 
 
-def judge(
+def advantages_by_objective(
     rewards_BF: Tensor,
     names: Sequence[str],
     weights_F: Tensor,
     objectives: Sequence[Objective],
     estimate: Callable[[Tensor, Tensor], AdvantageResult],
 ) -> AdvantageResult:
-    """Judges every row, for each objective by that objective's rewards alone."""
+    """Gives every row its advantage; of several objectives, each sees its own rewards alone."""
     whole = estimate(rewards_BF, weights_F)
     if not objectives:
         return whole

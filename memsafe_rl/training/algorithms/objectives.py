@@ -48,7 +48,7 @@ def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, ev
 
 def as_seen_by(trajectory: Trajectory, index: int) -> Trajectory:
     """Gives a rollout with the advantages of one objective."""
-    assert trajectory.objective_advantages is not None, "the rollout was judged without objectives"
+    assert trajectory.objective_advantages is not None, "the rollout was given advantages without objectives"
     return replace(trajectory, advantages=trajectory.objective_advantages[:, index], objective_advantages=None)
 
 

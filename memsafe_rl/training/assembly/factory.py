@@ -33,8 +33,8 @@ from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
 from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable, save_whole_only
-from memsafe_rl.rewards.base import RewardRunner
 from memsafe_rl.rewards.calls import TimeoutPolicy
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import (

@@ -27,7 +27,7 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import refuse_incomplete
-from memsafe_rl.rewards.base import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
@@ -57,6 +57,8 @@ def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     coef, other = balance_coef(config, facts), "torch_compile" if config.compile_mode else "objectives"
     beside = coef and (config.compile_mode or config.objective_list)
     refusal.when(beside, "router_aux_loss_coef", coef=coef, other=other)
+    z_coef = getattr(facts.config, "router_z_loss_coef", None)  # of encoder-decoders, whose routers are not heard
+    refusal.when(z_coef and config.router_aux_loss_coef is None, "router_z_loss_coef", coef=z_coef)
     prompt_room(config, facts, "model")
     return facts
 
@@ -118,9 +120,9 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
     passed, known = config.eval_pass_reward, ", ".join(rewards.names)
     refusal.when(passed not in (None, *rewards.names), "eval_pass_reward", name=passed, known=known)
     if dataset is None:
-        strategy = getattr(config.eval_strategy, "value", config.eval_strategy)
-        best = config.load_best_model_at_end
-        refusal.when(strategy != "no" or best, "eval_dataset", strategy=strategy, best=best)
+        strategy, best = getattr(config.eval_strategy, "value", config.eval_strategy), config.load_best_model_at_end
+        refusal.when(strategy != "no", "eval_dataset", name="eval_strategy", value=strategy, off="no")
+        refusal.when(best, "eval_dataset", name="load_best_model_at_end", value=best, off=False)
         return None
     if isinstance(dataset, Mapping):
         missing = [name for name, part in dataset.items() if part is None]

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.records import RESERVED, RecordLog
-from memsafe_rl.rewards.base import RewardScores
+from memsafe_rl.rewards.runner import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.optim.optimizer import build_scheduler
 from memsafe_rl.training.setup import TrainingSetup
@@ -91,8 +91,8 @@ class RunLog:
         return [callback for callback in self.callbacks.callbacks if isinstance(callback, ExportableState)]
 
     @contextmanager
-    def heard_whole(self) -> Iterator[None]:
-        """Takes back what callbacks wished and counted in a block that is cut short, for they will hear it again."""
+    def taken_back_if_cut_short(self) -> Iterator[None]:
+        """Takes back what callbacks wished and counted in a block that is cut short: they will be called again."""
         control, counted = copy.copy(self.control), [(each, dict(each.state())) for each in self._exporting()]
         try:
             yield
@@ -139,7 +139,7 @@ class RunLog:
         self._reward_seconds.clear()
         self.fire("on_step_begin", state)
 
-    def account(
+    def complete(
         self, state: RunState, measured: Mapping[str, float], micro_batches: int, learning_rate: float
     ) -> dict[str, float]:
         """Adds to a step's numbers what is known on the host, and moves what follows from them."""
@@ -159,16 +159,16 @@ class RunLog:
             metrics["entropy_coef"] = state.controllers.entropy.coef
         return metrics | memory.drain()
 
-    def note(self, state: RunState, metrics: Mapping[str, float], epoch: float) -> None:
+    def record_step(self, state: RunState, metrics: Mapping[str, float]) -> None:
         """Writes a step down that is done, and sounds alarms whose rules it broke."""
         beside = {"seconds": time.time(), "held_at_peak": self._memory.step_parts}
-        state.history.append({"step": float(state.step), "epoch": epoch, **metrics}, **beside)
+        state.history.append({"step": float(state.step), "epoch": state.progress.epoch, **metrics}, **beside)
         for name, value in metrics.items():
             self.pending[name].append(value)
         seen = {**metrics, **self._reward_seconds}
         self._sound(state.alarms.observe(state.step, seen, self._memory.events))
 
-    def note_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
+    def record_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
         """Writes down which share of half-precision weights the step just done did not move."""
         state.history.amend(lost_updates=share)
         self.pending["lost_updates"].append(share)
@@ -206,14 +206,14 @@ class RunLog:
         self.records.flush()
         return {"epoch": state.progress.epoch, **seen}
 
-    def tell(self, event: str, state: RunState) -> None:
-        """Calls an event at a step's end, once, however often the step's end is resumed."""
+    def fire_once(self, event: str, state: RunState) -> None:
+        """Calls an event of a step's end, once, however often the step's end is resumed."""
         if state.ending is not None and event not in state.ending.told:
-            with self.heard_whole():
+            with self.taken_back_if_cut_short():
                 self.fire(event, state)
             state.ending.told.append(event)
 
-    def owes(self, state: RunState) -> bool:
+    def has_unfinished(self, state: RunState) -> bool:
         """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
         asked = any(getattr(self.control, name) for name in _WISHES)
         return state.ending is not None and ("on_step_end" not in state.ending.told or asked)

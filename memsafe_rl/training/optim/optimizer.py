@@ -303,8 +303,8 @@ class Committer:
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
 
-    def go_on_at(self, schedule: Mapping[str, Any]) -> None:
-        """Goes on where another optimizer's schedule stood."""
+    def resume_schedule(self, schedule: Mapping[str, Any]) -> None:
+        """Continues the schedule of another optimizer."""
         self.scheduler.load_state_dict(dict(schedule))
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate

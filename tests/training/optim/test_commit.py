@@ -616,7 +616,7 @@ def test_another_optimizer_goes_on_at_the_rate_of_the_first() -> None:
     model, committer = make_committer(named_optimizer("adamw_torch_fused"))
     untroubled(model, committer)
     _, other = make_committer(named_optimizer("adamw_bnb_8bit"))
-    other.go_on_at(committer.scheduler.state_dict())
+    other.resume_schedule(committer.scheduler.state_dict())
     assert other.learning_rate == committer.learning_rate == pytest.approx(1e-2 / 4)
     other.scheduler.step()
     assert other.learning_rate == pytest.approx(1e-2 / 5)
