@@ -36,15 +36,8 @@ PARTS = {
 
 LIBRARY_PRIVATES = {
     *("_cdata", "_version", "_buffers", "_parameters", "_make_subclass", "_use_count", "_schema"),  # torch
-    *(
-        "_local_tensor",
-        *("_local_tensor", "_get_fsdp_state", "_fsdp_param_groups", "_lazy_init"),  # torch's FSDP2
-        *("_to_sharded", "_unsharded_param"),  # likewise
-        "_fsdp_param_groups",
-        "_lazy_init",
-        "_to_sharded",
-        "_unsharded_param",
-    ),  # FSDP2
+    *("_local_tensor", "_get_fsdp_state", "_fsdp_param_groups", "_lazy_init"),  # torch's FSDP2
+    *("_to_sharded", "_unsharded_param"),  # likewise
     *("_forward_hooks", "_forward_pre_hooks", "_replace"),  # torch, named tuples
     *("_attn_implementation", "_attn_implementation_internal", "_name_or_path"),  # transformers
 }

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import yaml
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, List
+from datasets import Image as Picture
+from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
@@ -31,15 +33,23 @@ from transformers import (
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.utils import is_torchvision_available
+
+if is_torchvision_available():
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
 OWNER = "trl-internal-testing"
 VOCAB = 4096  # of 151,936: a test takes seconds
@@ -153,6 +163,50 @@ def _models() -> Mapping[str, Any]:
     }
 
 
+def _models_of_images() -> Mapping[str, Any]:
+    """Gives what makes each network that reads images, by the hub's name of it."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    sizes = {**SIZES, "hidden_size": 32, "vocab_size": VOCAB, "rope_parameters": rope}
+    sizes |= {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    ids = {f"{name}_token_id": own_id(place) for name, place in IMAGE_IDS.items()}
+    tower: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 14, "in_channels": 3}
+    first = {**tower, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    second = {**tower, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
+    second |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    return {
+        "tiny-Qwen2VLForConditionalGeneration": lambda: Qwen2VLForConditionalGeneration(
+            Qwen2VLConfig(text_config=sizes, vision_config=first, **ids)
+        ),
+        "tiny-Qwen2_5_VLForConditionalGeneration": lambda: Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(text_config=sizes, vision_config=second, **ids)
+        ),
+    }
+
+
+IMAGE_IDS = {"vision_start": 151_652, "vision_end": 151_653, "image": 151_655, "video": 151_656}
+
+
+def make_models_of_images(folder: Path, checkout: Path) -> None:
+    """Writes every network that reads images, with its processor, where torchvision is there to make one.
+
+    Args:
+        folder: of the owner.
+        checkout: TRL's folder.
+    """
+    template = (checkout / "trl" / "chat_templates" / "qwen2_5_vl.jinja").read_text()
+    for name, make in _models_of_images().items():
+        if is_torchvision_available() and not (folder / name / "config.json").exists():
+            torch.manual_seed(0)
+            model = make()
+            _initialise(model)
+            model.to(torch.bfloat16).save_pretrained(folder / name)
+            GenerationConfig(do_sample=True, pad_token_id=PAD, eos_token_id=[EOS, PAD]).save_pretrained(folder / name)
+            sizes = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+            parts = Qwen2VLImageProcessor(size=sizes), qwen_tokenizer(template), Qwen2VLVideoProcessor()
+            kind = Qwen2VLProcessor if "Qwen2VL" in name else Qwen2_5_VLProcessor
+            kind(*parts, chat_template=template).save_pretrained(folder / name)
+
+
 def _template(checkout: Path, name: str) -> str:
     kind = "qwen3" if "Qwen3" in name else "qwen2_5"
     return (checkout / "trl" / "chat_templates" / f"{kind}.jinja").read_text()
@@ -235,6 +289,33 @@ def make_data(folder: Path) -> None:
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n")
 
 
+def make_images(folder: Path, *, several: bool) -> None:
+    """Writes conversations with one picture a row, or with none to two.
+
+    Args:
+        folder: of the data set.
+        several: whether the column is a list.
+    """
+    pictures = [Image.new("RGB", (56, 28 + 28 * (place % 2)), (40 * place, 90, 10)) for place in range(6)]
+    shown = [pictures[place : place + place % 3] for place in range(6)] if several else pictures
+    column, feature = ("images", List(Picture())) if several else ("image", Picture())
+    text = {"type": "text", "text": "What is in it?"}
+
+    def prompt(place: int) -> list[dict[str, Any]]:
+        places = len(shown[place]) if several else 1
+        return [{"role": "user", "content": [*[{"type": "image", "text": None}] * places, text]}]
+
+    rows = Dataset.from_dict({"prompt": [prompt(place) for place in range(6)], column: [None] * 6})
+    features = Features({**rows.features, column: feature})
+    rows = Dataset.from_dict({"prompt": rows["prompt"], column: shown}, features=features)
+    place = folder / "conversational_prompt_only"
+    place.mkdir(parents=True, exist_ok=True)
+    rows.to_parquet(place / "train.parquet")
+    files = [{"split": "train", "path": f"{place.name}/train.parquet"}]
+    listed = [{"config_name": place.name, "data_files": files}]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n")
+
+
 COMPARED = ("two", "none", "noise", "a riddle", "ten pages", "a maze", "a shout", "silence")
 
 
@@ -250,3 +331,7 @@ def make_stand_ins(root: Path, checkout: Path) -> None:
     if not (folder / "zen" / "README.md").exists():
         make_remote(folder, checkout)
         make_data(folder / "zen")
+    make_models_of_images(folder, checkout)
+    for name, several in {"zen-image": False, "zen-multi-image": True}.items():
+        if not (folder / name / "README.md").exists():
+            make_images(folder / name, several=several)

@@ -157,7 +157,8 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
             table.add_column(name, overflow="fold")
         for row in rows[: self._limit]:
             table.add_row(*(_cell(value) for value in row.values()))
-        self._console.print(table)
+        if self._limit != 0:
+            self._console.print(table)
 
 
 def banner(facts: Mapping[str, str], console: Console | None = None, *, title: str = "memsafe_rl") -> None:

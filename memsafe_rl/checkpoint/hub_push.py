@@ -73,6 +73,14 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
             else:
                 upload.add_done_callback(lambda _: shutil.rmtree(folder))
 
+    def card(
+        self, name: str | None, dataset_name: str | None = None, tags: Sequence[str] | str | None = None
+    ) -> ModelCard:
+        """Writes a card of the run's model; its name is that of the run's folder if None."""
+        algorithm, own = self._args.algorithm, [tags] if isinstance(tags, str) else list(tags or ())
+        name = name or Path(self._args.output_dir).name
+        return model_card(name, f"Trained with {algorithm}.", algorithm.lower(), *own, datasets=dataset_name)
+
     def push_model(
         self,
         save: Callable[..., Any],
@@ -82,15 +90,12 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         token: str | None = None,
         revision: str | None = None,
         private: bool | None = None,
-        dataset_name: str | None = None,
         model_name: str | None = None,
-        tags: Sequence[str] | str = (),
+        **facts: Any,
     ) -> Any:
         """Uploads what ``save`` writes for users, with a card; see `PolicyTrainer.push_to_hub`."""
         self._api = HfApi(token=token) if token else self._api
-        name, own = model_name or self.open(private).split("/")[-1], [tags] if isinstance(tags, str) else list(tags)
-        algorithm = self._args.algorithm
-        card = model_card(name, f"Trained with {algorithm}.", algorithm.lower(), *own, datasets=dataset_name)
+        card = self.card(model_name or self.open(private).split("/")[-1], **facts)
 
         def write(folder: Path) -> None:
             save(str(folder), _internal_call=True)

@@ -113,7 +113,7 @@ def ingredients(run: Run) -> dict[str, Any]:
         "memory_policy": chosen_policy(chosen.memory_policy, config),
         "reward_funcs": [reward(entry) for entry in chosen.reward_funcs or ()],
         "peft_config": adapter(chosen.peft),
-        "quantization_config": quantization(chosen.quantization, bf16=bool(config.bf16)),
+        "quantization_config": quantization(chosen.quantization, bf16=bool(config.bf16), sharded=config.sharded),
     }
     given["train_dataset"], given["eval_dataset"] = prompts(chosen)
     critic = {"critic": chosen.critic} if chosen.trainer == "ppo" else {}
@@ -167,8 +167,8 @@ def adapter(given: Any) -> LoraConfig | None:
     return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
-    """Makes the configuration that quantises the base model as it loads."""
+def quantization(given: Any, *, bf16: bool, sharded: bool = False) -> BitsAndBytesConfig | None:
+    """Makes the configuration that quantises the base model as it loads; FSDP2 divides what is packed as floats."""
     if given is None:
         return None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -182,11 +182,13 @@ def quantization(given: Any, *, bf16: bool) -> BitsAndBytesConfig | None:
     check_quantization(given, "lora")
     if given == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
+    dtype = torch.bfloat16 if bf16 else torch.float32
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype if sharded else None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast, dataclass_
 
 import torch
 from accelerate import PartialState
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import ParallelMode
 from transformers.utils import logging as transformers_logging
 
@@ -49,6 +50,8 @@ def configuration(cls: _Config) -> _Config:
         generated(self, *values, **admit(named, cls.declared))
 
     made.__init__ = init  # type: ignore[method-assign]
+    # What scripts read of it holds here: each rank reads its own prompts.
+    made.accelerator_config = property(lambda _: AcceleratorConfig(dispatch_batches=False))  # type: ignore[attr-defined]
     lines = (f"{one.name}: {one.help} Default: {one.default!r}." for one in cls.declared.values())
     made.__doc__ = "\n        ".join((f"{cls.__doc__}\n    Args:", *lines)) + "\n    "
     return cast(_Config, made)
@@ -101,12 +104,16 @@ class TrainerConfig(TrainerSettings, ABC):
     # Settings: setting an unknown one would otherwise do nothing at all.
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
+        if name.startswith("_") or self._is_users_own(name):
             object.__setattr__(self, name, value)
             return
         for target, admitted in admit({name: value}, self.declared).items():
             self.__dict__.get("_filled", {}).pop(target, None)
             object.__setattr__(self, target, admitted)
+
+    def _is_users_own(self, name: str) -> bool:
+        """Whether a user's subclass has declared a field that the library knows nothing of."""
+        return not {name} & {*self.declared, *REFUSED, *ALIASES} and name in {one.name for one in fields(self)}
 
     if not TYPE_CHECKING:
 
@@ -362,9 +369,14 @@ class TrainerConfig(TrainerSettings, ABC):
         if self.world_size == 1:
             return nullcontext()
         logger.debug("rank %d: %s, main process first", self.process_index, desc)
-        state = PartialState(cpu=self.use_cpu)
+        state = self.distributed_state
         turn: AbstractContextManager[None] = state.local_main_process_first() if local else state.main_process_first()
         return turn
+
+    @property
+    def distributed_state(self) -> PartialState:
+        """What accelerate knows of the run's processes."""
+        return PartialState(cpu=self.use_cpu)
 
     # Writing it down
 

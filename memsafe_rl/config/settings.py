@@ -341,7 +341,7 @@ class RunSettings:
     project: str = log("huggingface", "Name of the project in trackers.")
     trackio_space_id: str | None = log(None, "Hugging Face Space that trackio sends the run to; None: stays local.")
     log_completions: bool = log(False, "Show a table of prompts, completions and rewards at every log.")
-    num_completions_to_print: int | None = log(None, "Rows of that table; None: all.", low=1)
+    num_completions_to_print: int | None = log(None, "Rows of that table; None: all, 0: no table.", low=0)
     log_unique_prompts: bool = log(False, "Show each prompt once in that table.")
     alarms: Rules = log(
         None,

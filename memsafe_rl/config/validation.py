@@ -239,8 +239,6 @@ def _check_sharding(config: TrainerConfig) -> None:
     if not config.sharded:
         return
     together = {
-        "verify_plan": config.verify_plan,
-        "probe_worst_case": config.probe_worst_case,
         "torch_compile": config.compile_mode is not None,
         "fp16": config.fp16,
         "objectives": bool(config.objective_list),
@@ -256,9 +254,22 @@ def _check_sharding(config: TrainerConfig) -> None:
     for name, is_set in together.items():
         if is_set:
             raise ConfigError(f"{name} is set with fsdp, under which it does not work yet. Leave one of the two out.")
+    for name, known in _LAUNCHED_WITH.items():
+        value = os.environ.get(name, known[0])
+        if value.lower() not in known:
+            raise ConfigError(
+                f"the launcher sets {name}={value!r}, which is not supported: FSDP2 divides each block and keeps its "
+                f"parts on the device. Write {name.lower()}: {known[0]} in accelerate's file."
+            )
 
 
 _ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
+_LAUNCHED_WITH = {
+    "FSDP_OFFLOAD_PARAMS": ("false", "0", "no"),
+    "FSDP_SHARDING_STRATEGY": ("full_shard", "1"),
+    "FSDP_RESHARD_AFTER_FORWARD": ("true", "1", "yes", "full_shard"),
+}
+"""What accelerate's launcher may say of how weights are divided; the first is what its file has by itself."""
 _FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
     "version": (2, "2"),
     "fsdp_version": (2, "2"),

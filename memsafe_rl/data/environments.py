@@ -85,12 +85,15 @@ class EnvironmentPool:
         self._config = config
         self._tokenizer = tokenizer
         self.caller = Caller()
-        self._named = isinstance(environment_factory, Mapping)
-        factories: Mapping[Any, Any] = environment_factory if self._named else {None: environment_factory}
-        _check_factories(factories, named=self._named)
+        self.named = isinstance(environment_factory, Mapping)
+        factories: Mapping[Any, Any] = environment_factory if self.named else {None: environment_factory}
+        _check_factories(factories, named=self.named)
         offered = listed_tools(tools)
         self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
         probed = [pool.take() for pool in self._pools.values()]
+        own_tools = [tool for environment in probed for tool in listed_tools(environment.tools)]
+        self.tools = [*offered, *(tool for tool in own_tools if tool not in offered)]  # of all that there are
+        self.latest: list[Any] | None = None  # those of the latest rollout's rows, as the user made them
         for environment in probed:
             if schemas := tool_schemas(environment.tools):
                 check_tools(Chat(tokenizer, config.chat_template_kwargs), schemas)
@@ -126,6 +129,8 @@ class EnvironmentPool:
                 example.pop("prompt", None)
                 prompt = prompt if isinstance(environment, MethodEnvironment) else None
             beginnings.append(Beginning(key, example, prompt, environment))
+        if self.has_environments:
+            self.latest = [_own(one.environment) for one in beginnings]
         return begin(beginnings, table)
 
     def table(
@@ -165,7 +170,7 @@ class EnvironmentPool:
         self.caller.close()
 
     def _environment(self, example: dict[str, Any]) -> Environment:
-        name = example.pop("environment", None) if self._named else None
+        name = example.pop("environment", None) if self.named else None
         if name not in self._pools:
             raise DataError(
                 f"an example has environment={name!r}, but environment_factory has "
@@ -197,6 +202,11 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
     if not stage.has_environments or (evaluates and dataset is None):
         return dataset
     if dataset is None:
+        if stage.named:
+            raise ConfigError(
+                "environment_factory is a mapping and train_dataset is None, but a mapping requires a `train_dataset` "
+                "whose column 'environment' names the one that plays each example. Pass both, or one environment."
+            )
         if config.max_steps <= 0:
             raise ConfigError(
                 "max_steps is -1 but there is no train_dataset: environments give tasks without end. Set max_steps."

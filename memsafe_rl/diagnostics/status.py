@@ -39,10 +39,15 @@ def status_file(rank: int = 0) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replaces a file atomically, so that readers never see it half written."""
+    """Replaces a file by JSON atomically, so that readers never see it half written."""
+    replace_text(path, json.dumps(content, default=plain_number))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a file atomically."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(json.dumps(content, default=plain_number))
+        beside.write_text(text)
         os.replace(beside, path)
     except OSError:
         with suppress(OSError):

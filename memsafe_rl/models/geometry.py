@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import autocast_bytes, weights_of
-from memsafe_rl.models.module_state import tensor_place
+from memsafe_rl.models.module_state import biased_modules, tensor_place
 from memsafe_rl.types import ModelGeometry
 
 
@@ -30,6 +30,7 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     encoded, encoder_layers = lm.config.is_encoder_decoder, 0
     if encoded and any(weight.requires_grad for weight in lm.get_encoder().parameters()):
         encoder_layers = int(_first(lm.config, "encoder_layers", "num_layers", "num_hidden_layers", default=1))
+    biased = biased_modules(lm)
     inner = ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "d_ff")
     return ModelGeometry(
         layers=len(windows),
@@ -47,6 +48,8 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
         cache_bytes=width,
         head_trainable=head is not None and any(weight.requires_grad for weight in head.parameters()),
         encoder_layers=encoder_layers,
+        bias_heads=heads if biased else 0,
+        bias_trained=any(module.relative_attention_bias.weight.requires_grad for module in biased),
         source_bytes=2 * width * kv_heads * head_dim * len(windows) if encoded else None,
     )
 

@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -173,10 +174,20 @@ def attention_configs(model: nn.Module) -> tuple[Any, ...]:
     return tuple(found.values())
 
 
+def biased_modules(network: nn.Module) -> tuple[Any, ...]:
+    """Finds the attention modules of T5's that have a learned bias for each distance."""
+    return tuple(module for module in network.modules() if is_biased(module))
+
+
+def is_biased(module: nn.Module) -> bool:
+    """Whether a module is an attention of T5's with a learned bias for each distance."""
+    return bool(getattr(module, "has_relative_attention_bias", False))
+
+
 def mend_attention() -> None:
     """Mends transformers' eager and sdpa attention, for every network of this process."""
     ALL_MASK_ATTENTION_FUNCTIONS.register("eager", _finite_eager_mask)
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention_with_dense_bias)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", _attention_with_lean_bias)
 
 
 def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -202,14 +213,43 @@ def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
         yield
 
 
-def _attention_with_dense_bias(*args: Any, **kwargs: Any) -> Any:
-    """Has a position bias of one query and one key lie densely.
+def _attention_with_lean_bias(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> Any:
+    """Attends by sdpa, where T5 would otherwise hold a bias for every layer, row and head.
 
-    T5 makes its bias with heads innermost. Of one query and one key that passes for channels-last; PyTorch then pads it
-    for CUDA's efficient attention with heads innermost too, and the kernel refuses it: "last dimension must be
-    contiguous".
+    Its cross-attention adds zeros, which are left out. A bias that is not trained is joined with its mask once, where
+    transformers does so in every layer, and of one query and one key it lies densely: T5 makes it with heads innermost,
+    which then passes for channels-last; PyTorch pads it for CUDA's efficient attention with heads innermost too, and
+    the kernel refuses it ("last dimension must be contiguous").
     """
-    bias = kwargs.get("position_bias")
-    if bias is not None and bias.shape[-2:] == (1, 1):
-        kwargs["position_bias"] = bias.clone(memory_format=torch.contiguous_format)
-    return sdpa_attention_forward(*args, **kwargs)
+    bias = options.get("position_bias")
+    if bias is not None and _adds_zeros(module):
+        options["position_bias"] = None
+    elif bias is not None and bias.shape[-2:] == (1, 1):
+        options["position_bias"] = bias.clone(memory_format=torch.contiguous_format)
+    elif bias is not None and not bias.requires_grad and not torch.compiler.is_compiling():
+        causal = query.shape[2] > 1 and getattr(module, "is_causal", True)
+        attention_mask = _masked(bias, attention_mask, causal)
+        options["position_bias"] = None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+def _adds_zeros(module: Any) -> bool:
+    """Whether a T5's attention reads the encoder's output, whose distances have no bias."""
+    return getattr(module, "has_relative_attention_bias", None) is False and module.is_decoder and not module.is_causal
+
+
+def _masked(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Gives a bias (1, H, N, K) under a mask; layers share both, and what is made of them as long as one keeps it."""
+    known, made = getattr(bias, "masked", (None, lambda: None))
+    masked: Tensor | None = made() if known is mask else None
+    if masked is None:
+        masked = bias.contiguous()  # its heads are innermost, which kernels would copy, each time
+        if mask is not None and mask.dtype is not torch.bool:
+            masked = masked + mask
+        elif mask is not None or causal:
+            seen = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril() if mask is None else mask
+            masked = torch.where(seen, masked, torch.finfo(bias.dtype).min)
+        bias.masked = mask, TensorWeakRef(masked)  # type: ignore[attr-defined]
+    return masked

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from memsafe_rl.accounting import charge, host_memory, local_part, staging
-from memsafe_rl.errors import ConfigError, PeerOutOfMemoryError
+from memsafe_rl.errors import ConfigError, MemsafeError, PeerOutOfMemoryError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
@@ -330,6 +330,21 @@ def _unshard(group: Any) -> None:
     group.wait_for_unshard()
 
 
+def save_whole_only(model: Any) -> None:
+    """Has ``save_pretrained`` of a model whose weights are divided say who writes them whole."""
+    save = model.save_pretrained
+
+    def checked(*arguments: Any, state_dict: Any = None, **options: Any) -> Any:
+        if state_dict is None:
+            raise MemsafeError(
+                "model.save_pretrained finds parts of the weights on each rank, under fsdp. Call "
+                "trainer.save_model(folder) on all ranks, which writes them whole."
+            )
+        return save(*arguments, state_dict=state_dict, **options)
+
+    model.save_pretrained = checked
+
+
 def check_critic_dividable(critic: Any) -> None:
     """Refuses a critic that switches which of a network's weights are trained, which FSDP2 reads once."""
     if critic.own_geometry is None and not critic.shares_forward:
@@ -351,4 +366,8 @@ def check_dividable(adapter: Any) -> None:
         raise ConfigError(f"{told} has no repeated blocks. {remedy}")
     odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
     if odd is not None:
-        raise ConfigError(f"{told} has quantised weights ({odd}), which it cannot divide. {remedy}")
+        raise ConfigError(
+            f"{told} has quantised weights ({odd}), packed in whole numbers, which it cannot divide. Load a base in 4 "
+            "bits with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), or leave fsdp out; every rank then "
+            "holds all weights."
+        )

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import host_memory, local_part
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.estimator import rollout_parts, update_parts
@@ -311,6 +311,8 @@ class _Comparison:
         """The step under the plain plan; under half of the chosen one where the plain plan does not fit."""
         rollout, update = self._plain_plans()
         lacking = self._lacking(rollout, update)
+        if self._setup.shards.divided:
+            lacking = "ranks share the weights, and one that it does not fit would leave the others waiting"
         if lacking is None:
             try:
                 return self._run("plain", _Pinned(rollout, update, None))
@@ -321,7 +323,8 @@ class _Comparison:
                 limit = format_bytes(self._setup.memory.limit_bytes)
                 lacking = f"{wanted} was refused in phase {phase}, within {limit}"
         # The error is gone now, with all that it held.
-        self._notes.append(f"The plain plan does not fit: {lacking}. So the chosen plan is compared with half of it.")
+        told = "is not tried" if self._setup.shards.divided else "does not fit"
+        self._notes.append(f"The plain plan {told}: {lacking}. So the chosen plan is compared with half of it.")
         rollout, update = self._halved_plans(chosen)
         return self._run("halved", _Pinned(rollout, update, self._setup.memory_policy))
 
@@ -343,7 +346,7 @@ class _Comparison:
         trial, started = self._setup.dry(policy, step=self._step), time.perf_counter()
         learner = Learner(trial)
         watch: Callable[[Phase], Any] = nullcontext if faults is None else faults.during
-        with watch(Phase.ROLLOUT):
+        with trial.gathered(), watch(Phase.ROLLOUT):
             completions = self._sample(trial)
         rollout, rows = self._rollout(trial, completions)
         controllers = Controllers.at_start(trial.config)
@@ -397,13 +400,13 @@ class _Comparison:
 
     def _compare(self) -> tuple[float | None, str]:
         """Compares the gradient with the previous run's, parameter by parameter, and keeps it on the host."""
-        fingerprint, first = hashlib.blake2b(digest_size=16), not self._reference
+        setup, fingerprint, first = self._setup, hashlib.blake2b(digest_size=16), not self._reference
         distance = old_norm = new_norm = 0.0
         with host_memory(), torch.no_grad():
-            for place, parameter in enumerate(self._setup.committed.parameters):
+            for place, parameter in enumerate(setup.committed.parameters):
                 if parameter.grad is None:
                     raise AssertionError("the gradients are complete")
-                new = to_host(parameter.grad)
+                new = to_host(local_part(parameter.grad))
                 fingerprint.update(new.contiguous().flatten().view(torch.uint8).numpy().data)
                 if first:
                     self._reference.append(new)
@@ -413,8 +416,11 @@ class _Comparison:
                 old_norm += float(old.double().square().sum())
                 new_norm += float(new.double().square().sum())
         # The chosen plan's gradient comes first, the plain one's second, and the one with failures third.
-        norm, self._compared = (old_norm if self._compared else new_norm), not first
-        return (None if first else _ratio(distance, norm)), fingerprint.hexdigest()
+        found = [(distance, old_norm if self._compared else new_norm, fingerprint.hexdigest())]
+        parts = setup.parallel.gather(found) if setup.shards.divided else found  # else each rank verifies by itself
+        distances, norms, digests = zip(*parts, strict=True)
+        self._compared = not first
+        return (None if first else _ratio(sum(distances), sum(norms))), " ".join(digests)
 
     def _equal_tokens(self, completions: Sequence[Completion]) -> tuple[int, int, int]:
         """Counts tokens equal to the first arm's, rows that differ, and those among them with a certified tie."""

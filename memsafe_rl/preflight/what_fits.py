@@ -51,11 +51,14 @@ class Job:
         rows = max(1, round(whole * self.step_share))
         # Of a rollout of several steps, rows are shuffled: each step's share few prompts.
         spread = range(0, whole, max(1, whole // rows))[:rows]
-        shared = tuple(row // self.group_size for row in spread) if self.packs_prompts else ()
+        owners, encoded = tuple(row // self.group_size for row in spread), self.geometry.source_bytes is not None
+        shared, sources = owners if self.packs_prompts else (), owners if encoded else ()
         length = self.prompt_tokens + self.completion_tokens
         actions = (self.completion_tokens,) * rows
         aside, reduced = self.gradients_aside, self.whole_gradient_bytes
-        return UpdateWork((length,) * rows, actions, self.geometry, shared, aside, whole_gradient_bytes=reduced)
+        return UpdateWork(
+            (length,) * rows, actions, self.geometry, shared, aside, sources=sources, whole_gradient_bytes=reduced
+        )
 
 
 @dataclass(frozen=True)

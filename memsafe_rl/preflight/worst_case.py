@@ -275,9 +275,10 @@ class Probe:
         """Tries every phase in the order of a step."""
         if self.setup.draw_rollout is None:
             self.plan_rollout()
-        for drawing in (self.drawing, evaluation):
-            if drawing is not None:
-                self.draw(drawing)
+        with self.setup.gathered():
+            for drawing in (self.drawing, evaluation):
+                if drawing is not None:
+                    self.draw(drawing)
         trajectory = self.rows()
         rows = worst_step(self.setup, trajectory, self.longest.rollout)
         self.learner.plan(trajectory, rows)
@@ -428,7 +429,7 @@ class Probe:
             adapter: ModelAdapter, sets: Sequence[Sequence[int]], context: Context | None = None, **wanted: Any
         ) -> None:
             wanted |= {"temperature": config.temperature, "tile": tile}
-            with setup.memory.phase(Phase.SCORE):
+            with setup.gathered(adapter.model), setup.memory.phase(Phase.SCORE):
                 for rows, packed in widest_slices(setup, trajectory, sets, budget):
                     attempt = scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
                     score_all(adapter, trajectory, rows, attempt=attempt, packed=packed, **wanted)
@@ -447,7 +448,11 @@ class Probe:
         if adapter.routers is not None:
             scored(adapter, self._step_rows(trajectory), partial(counting_experts, setup, []))
         for critic in setup.advantages.critics:
-            with setup.memory.phase(Phase.SCORE), critic.running() as network:
+            with (
+                setup.memory.phase(Phase.SCORE),
+                critic.running() as network,
+                setup.gathered(network.model),
+            ):
                 attempt = scorer.scoring(trajectory, everyone)
                 for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
                     columns = needs.columns

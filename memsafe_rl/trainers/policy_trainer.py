@@ -26,7 +26,7 @@ from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.external_rollout import RolloutFunction
-from memsafe_rl.diagnostics.status import write_json
+from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
@@ -49,6 +49,11 @@ from memsafe_rl.training.setup import TrainingSetup
 def _read(path: str, doc: str) -> Any:
     """Makes an attribute that is read from one of the trainer's parts, however the part is replaced."""
     return property(attrgetter(path), doc=doc)
+
+
+def _read_played(name: str, without: Any, doc: str) -> Any:
+    """Makes an attribute that is read from where episodes are played, with its value where none are."""
+    return property(lambda trainer: getattr(trainer.setup.environments, name, without), doc=doc)
 
 
 class PolicyTrainer:
@@ -107,7 +112,6 @@ class PolicyTrainer:
             check_writable(Path(self.args.output_dir))
         inputs = read_inputs(self.args, request)
         self.train_dataset, self._eval_dataset = inputs.train_dataset, request.eval_dataset
-        self.tools = list(request.tools or ())
         outputs = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
@@ -231,8 +235,21 @@ class PolicyTrainer:
             The commit, or its future where nobody waits; None on other ranks than the first. A repository that cannot
             be opened is a `ConfigError`.
         """
-        push, is_main = self._hub.push_model, self.is_world_process_zero()
-        return push(self.save_model, commit_message, wait=blocking, **options) if is_main else None
+        # all ranks bring what they have of divided weights, before the first one goes on alone
+        write = self._loop.checkpoints.writer() if self.setup.shards.divided else None
+        save, push = self.save_model if write is None else lambda folder, **_: write(Path(folder)), self._hub.push_model
+        return push(save, commit_message, wait=blocking, **options) if self.is_world_process_zero() else None
+
+    def create_model_card(self, model_name: str | None = None, dataset_name: str | None = None, tags: Any = ()) -> None:
+        """Writes a model card, `README.md`, into the run's folder.
+
+        Args:
+            model_name: None for the folder's name.
+            dataset_name: of the training data.
+            tags: a word, or several.
+        """
+        if self.is_world_process_zero():
+            self._loop.files.write("README.md", str(self._hub.card(model_name, dataset_name, tags)))
 
     # ------------------------------------------------------------------ what subclasses replace
 
@@ -311,7 +328,10 @@ class PolicyTrainer:
     entropy_coef: float = _read(
         "_loop.state.controllers.entropy.coef", "The entropy bonus's coefficient, as it is now."
     )
-    environments: Any = _read("setup.environments", "Where episodes are played; None where a completion is one turn.")
+    tools: list[Any] = _read_played("tools", [], "What the model may call, methods of environments included.")
+    environments: list[Any] | None = _read_played(
+        "latest", None, "Environments of the latest rollout's rows, as they were made; None before it, or without any."
+    )
     roles: ModelRoles = _read("setup.roles", "The model under its adapters, as users of episodes.")
     memory_policy: MemoryPolicy = _read("setup.memory_policy", "What makes the plans.")
     state: TrainerState = _read("_loop.state.progress", "Steps, epochs and logs, in transformers' form.")
@@ -391,11 +411,7 @@ class PolicyTrainer:
     def save_state(self) -> None:
         """Writes `trainer_state.json` into the run's folder."""
         if self.is_world_process_zero():
-            path = Path(self.args.output_dir) / "trainer_state.json"
-            self._loop.files.check_ours(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, asdict(self.state))
-            self._loop.files.note("trainer_state.json")
+            self._loop.files.write("trainer_state.json", json.dumps(asdict(self.state), default=plain_number))
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints metrics, a line each.
@@ -420,17 +436,9 @@ class PolicyTrainer:
             ConfigError: if `all_results.json` holds something else than metrics, which would be lost.
         """
         if self.is_world_process_zero():
-            folder = Path(self.args.output_dir or ".")
-            self._loop.files.check_ours(folder / f"{split}_results.json")
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4))
+            self._loop.files.write(f"{split}_results.json", json.dumps(dict(metrics), indent=4))
             if combined:
-                path = folder / "all_results.json"
-                known = json.loads(path.read_text()) if path.exists() else {}
-                if not isinstance(known, dict):
-                    raise ConfigError(f"{path} holds no metrics and would be lost. Move it, or set combined=False.")
-                path.write_text(json.dumps({**known, **metrics}, indent=4))
-            self._loop.files.note(f"{split}_results.json", *(("all_results.json",) if combined else ()))
+                self._loop.files.add("all_results.json", metrics)
 
     def end(self) -> None:
         """Closes trackers and leaves the process group."""

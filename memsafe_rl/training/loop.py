@@ -427,6 +427,7 @@ class TrainingLoop:
         losses = [record["loss"] for record in state.history[first:]]
         totals = {
             "train_runtime": seconds,
+            "train_samples_per_second": len(losses) * self.config.step_rows / seconds,
             "train_steps_per_second": len(losses) / seconds,
             "train_loss": sum(losses) / len(losses) if losses else float("nan"),
         }

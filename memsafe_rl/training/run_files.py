@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import shlex
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 from transformers import TrainerState
@@ -23,7 +24,7 @@ from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
 from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, write_json
+from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, replace_text, write_json
 from memsafe_rl.errors import SaveError
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.replicas import Parallel
@@ -194,11 +195,22 @@ class RunFiles:
                 f"that of this run ({self.mark.run_id}) was moved away. Resume this run where its folder is now."
             )
 
-    def note(self, *names: str) -> None:
-        """Remembers which further files in the folder are the run's."""
+    def write(self, name: str, text: str) -> None:
+        """Puts a further file into the folder, and remembers that it is the run's."""
+        path = Path(self._config.output_dir) / name
+        self.check_ours(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
         known = {} if self.folder is None else known_run(self.folder.path)
         if self.folder is not None and known.get("run_id") == self.mark.run_id:
-            write_json(self.folder.path / RUN_FILE, {**known, "files": sorted({*known.get("files", ()), *names})})
+            write_json(self.folder.path / RUN_FILE, {**known, "files": sorted({*known.get("files", ()), name})})
+
+    def add(self, name: str, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to a file of them."""
+        path = Path(self._config.output_dir) / name
+        known = json.loads(path.read_text()) if path.exists() else {}
+        refusal.when(not isinstance(known, dict), "metrics_file", path=path)
+        self.write(name, json.dumps({**known, **metrics}, indent=4))
 
     def stop_asked(self) -> str:
         """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""

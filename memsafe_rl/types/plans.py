@@ -114,6 +114,8 @@ class ModelGeometry:
     # bytes of each block's frozen weights, which can wait on the host; empty where none can
     frozen_block_bytes: tuple[int, ...] = ()
     encoder_layers: int = 0  # blocks of the encoder through which gradients go; 0 where it is frozen, or there is none
+    bias_heads: int = 0  # heads with a bias for every pair of tokens, as T5's have; 0 where there is none
+    bias_trained: bool = False  # whether it receives gradients, so that attention keeps its scores
     # what one (row, column) pair holds, where pairs are run one by one; None for a network that reads tokens. Wherever
     # plans and work count tokens, they then count pairs.
     unit: UnitBytes | None = None

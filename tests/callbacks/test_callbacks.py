@@ -62,6 +62,14 @@ def test_the_table_shows_one_completion_a_prompt_when_asked(tmp_path: Path) -> N
     assert "second" not in text_of(console)
 
 
+def test_a_limit_of_0_shows_no_table_and_keeps_the_file(tmp_path: Path) -> None:
+    console = screen()
+    table = CompletionsTable(tmp_path, limit=0, unique_prompts=False, console=console)
+    table.on_completions(3, [{"prompt": "P1", "completion": "first", "advantage": 0.5}])
+    assert text_of(console) == ""
+    assert "first" in (tmp_path / "completions" / "completions_00003.jsonl").read_text()
+
+
 def test_the_bar_tells_reward_length_and_peak(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     trainer = make_trainer(tmp_path, callbacks=[ProgressBar(console)])

@@ -123,6 +123,15 @@ def test_what_is_pushed_at_the_end_loads_and_has_a_card(hub: Hub, tmp_path: Path
     assert hub.commits[-1]["commit_message"] == "Model save"
 
 
+def test_a_card_is_written_beside_the_weights_where_a_script_asks_for_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "run", max_steps=1)
+    trainer.train()
+    trainer.create_model_card(dataset_name="me/questions", tags=["maths"])
+    card = (tmp_path / "run" / "README.md").read_text()
+    for part in ("me/questions", "- maths", "- grpo", "# run"):
+        assert part in card
+
+
 def test_a_subclass_uploads_in_its_own_way(hub: Hub, tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def push_to_hub(self, commit_message: str = "", blocking: bool = True, **options: Any) -> Any:

@@ -175,6 +175,32 @@ def test_what_changes_nothing_is_taken_in_one_line_that_says_so(name: str, caplo
     assert said[0].startswith(f"{name} is 'something else', which changes nothing here: ")
 
 
+def test_a_configuration_may_be_derived_with_fields_of_its_own() -> None:
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        benchmarks: list[str] = dataclasses.field(default_factory=list)
+        num_completions_to_print: int | None = 0
+
+    config = Mine(output_dir="x", benchmarks=["maths"], beta=0.1)
+    assert (config.benchmarks, config.num_completions_to_print, config.beta) == (["maths"], 0, 0.1)
+    config.benchmarks = []
+    assert config.benchmarks == []
+    assert dataclasses.replace(config, seed=3).seed == 3
+    (parsed,) = HfArgumentParser(Mine).parse_args_into_dataclasses(["--benchmarks", "a", "b"])
+    assert parsed.benchmarks == ["a", "b"]
+    with pytest.raises(ConfigError, match="There is no setting 'benchmark'"):
+        config.benchmark = []
+    with pytest.raises(ConfigError, match="it must be at least 0"):
+        Mine(output_dir="x", num_completions_to_print=-1)
+
+
+def test_what_scripts_read_of_the_processes_is_there() -> None:
+    config = GRPOConfig(accelerator_config={"dispatch_batches": True})
+    assert config.accelerator_config.dispatch_batches is False
+    config.distributed_state.wait_for_everyone()
+    assert config.distributed_state.num_processes == config.world_size
+
+
 def test_rollouts_of_one_optimizer_step_are_one(caplog: pytest.LogCaptureFixture) -> None:
     paper = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 128, "steps_per_generation": 16}
     config = GRPOConfig(**paper, num_generations=16)
@@ -970,8 +996,6 @@ def test_a_copy_may_count_other_ranks() -> None:
         ({"fsdp_config": {"cpu_offload": True}}, "fsdp_config has cpu_offload=True, which is not supported"),
         ({"optim": "adafactor"}, "optim is 'adafactor' with fsdp"),
         ({"master_weights": "stochastic_rounding"}, "master_weights='stochastic_rounding' is set with fsdp"),
-        ({"verify_plan": True}, "verify_plan is set with fsdp"),
-        ({"probe_worst_case": True}, "probe_worst_case is set with fsdp"),
         ({"torch_compile": True}, "torch_compile is set with fsdp"),
         ({"save_in_background": True}, "save_in_background is set with fsdp"),
     ],
@@ -979,6 +1003,23 @@ def test_a_copy_may_count_other_ranks() -> None:
 def test_what_sharded_ranks_cannot_do_is_refused(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         GRPOConfig(**{"fsdp": "full_shard", "report_to": "none", **given}).on_ranks(2).validate()
+
+
+def test_what_a_launcher_asks_of_sharded_ranks_is_done_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = {"OFFLOAD_PARAMS": "false", "SHARDING_STRATEGY": "FULL_SHARD", "RESHARD_AFTER_FORWARD": "true"}
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        **{f"FSDP_{name}": value for name, value in usual.items()},
+    }.items():
+        monkeypatch.setenv(name, value)
+    config = GRPOConfig(report_to="none").on_ranks(2)
+    config.validate()
+    assert config.sharded
+    for name, value in {"OFFLOAD_PARAMS": "true", "SHARDING_STRATEGY": "HYBRID_SHARD"}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(f"FSDP_{name}", value)
+            with pytest.raises(ConfigError, match=f"the launcher sets FSDP_{name}='{value}'.*fsdp_{name.lower()}: "):
+                config.validate()
 
 
 @pytest.mark.parametrize(

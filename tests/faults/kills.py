@@ -94,7 +94,7 @@ class Blow:
 
 @dataclass
 class Found:
-    """What came of a scene."""
+    """What came of a scene; the slowest end is from the first rank's to the last one's, the launcher left out."""
 
     blows: Counter[str] = field(default_factory=Counter)
     runs: int = 0
@@ -253,7 +253,7 @@ class Watcher:
     ) -> None:
         """Waits for all, and hears what they tell; who trains with a rank that is gone has to end by itself."""
         running = time.monotonic() + PATIENCE_SECONDS + self._steps * 5
-        gone, launching = None, True
+        gone, launching, ended_before = None, True, found.ended_by_launcher
         while any(process.is_alive() for process in processes):
             time.sleep(0.01)
             if gone is None and any(not process.is_alive() for process in processes):
@@ -270,7 +270,7 @@ class Watcher:
                 for process in processes:
                     process.kill()
                     process.join()
-        if gone is not None:
+        if gone is not None and found.ended_by_launcher == ended_before:
             found.slowest_end_seconds = max(found.slowest_end_seconds, time.monotonic() - gone)
         for end in ends:
             told += _messages(end)

@@ -15,12 +15,14 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
 )
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from tests.tiny import EOS_ID, PAD_ID
+from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
 from tests.trainers.helpers import cut, make_trainer, weights
 
 COEF = 0.05
@@ -116,3 +118,15 @@ def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
         make_trainer(tmp_path, router_aux_loss_coef=0.1)
     with pytest.raises(ConfigError, match=r"declares one of its own.* beside torch_compile"):
         make_trainer(tmp_path, model=mixture("mixtral"), torch_compile=True)
+
+
+def test_losses_of_an_encoder_decoders_experts_are_never_left_out_in_silence(tmp_path: Path) -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID}
+    sparse = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **ids, **sparse)).eval()
+    with pytest.raises(ConfigError, match=r"declares router_z_loss_coef 0\.001.*Set router_aux_loss_coef=0\.0"):
+        make_trainer(tmp_path, model=model)
+    trainer = make_trainer(tmp_path, model=model, router_aux_loss_coef=0.0, max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1

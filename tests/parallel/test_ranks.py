@@ -1,5 +1,6 @@
 """Two processes over gloo learn what one process learns, and neither waits for one that has failed."""
 
+import faulthandler
 import gc
 import os
 import random
@@ -53,28 +54,83 @@ def free_port() -> int:
                 return port
 
 
-def run_ranks(work: Callable[[int, int, str], None], folder: Path, patience_seconds: float) -> list[Any]:
-    """Runs the same work on two ranks; ranks that hang are killed.
+class Pulse:
+    """Tells `run_ranks` that this rank gets on.
+
+    Args:
+        folder: where `run_ranks` works.
+        rank: this one.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.longest_seconds = 0.0  # without a beat
+        self._path, self._last = _pulse_of(folder, rank), time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        self.longest_seconds, self._last = max(self.longest_seconds, now - self._last), now
+        self._path.touch()
+
+
+def _pulse_of(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pulse"
+
+
+def _stacks_of(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.stacks"
+
+
+def _work_within_reach(rank: int, work: Callable[[int, int, str], None], port: int, folder: str) -> None:
+    """Works, ready to write down where this rank stands when it is asked to."""
+    Pulse(Path(folder), rank)()
+    with _stacks_of(Path(folder), rank).open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)  # written by the handler itself, whatever C++ waits for
+        work(rank, port, folder)
+
+
+def run_ranks(
+    work: Callable[[int, int, str], None], folder: Path, patience_seconds: float, count: int = 2
+) -> list[Any]:
+    """Runs the same work on several ranks; where one hangs, all say where they stand and are killed.
 
     Ranks are forks of a process that has imported this module and nothing else: imports are most of what a rank costs.
 
     Args:
         work: is given rank, port and folder, and saves what it found in the folder as ``{rank}.pt``.
         folder: where it works.
-        patience_seconds: what both have.
+        patience_seconds: what each rank has until it ends, or until its next `Pulse`.
+        count: of ranks.
 
     Returns:
         What each rank saved.
     """
     mp.set_forkserver_preload([__name__])
-    context = mp.start_processes(work, args=(free_port(), str(folder)), nprocs=2, join=False, start_method="forkserver")
-    deadline = time.monotonic() + patience_seconds
+    given = work, free_port(), str(folder)
+    context = mp.start_processes(_work_within_reach, given, count, join=False, start_method="forkserver")
+    ranks, started = range(count), time.time()
     while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"the ranks did not end within {patience_seconds} seconds: one waits for another")
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in (0, 1)]
+        beats = [max([started, *(path.stat().st_mtime for path in folder.glob(f"{rank}.pulse"))]) for rank in ranks]
+        alive = [rank for rank in ranks if context.processes[rank].is_alive()]
+        silent = [rank for rank in alive if time.time() - beats[rank] > patience_seconds]
+        if silent:
+            pytest.fail(_stop_hung(context.processes, silent, folder, patience_seconds))
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in ranks]
+
+
+def _stop_hung(processes: list[Any], silent: list[int], folder: Path, patience_seconds: float) -> str:
+    """Kills ranks of which one hangs, and says where each stood."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        os.kill(process.pid, signal.SIGUSR1)
+    time.sleep(1)
+    for process in alive:
+        process.kill()
+        process.join()
+    told = [f"rank {silent[0]} did not get on within {patience_seconds} seconds: one waits for another"]
+    for rank in range(len(processes)):
+        stacks = _stacks_of(folder, rank)
+        told.append(f"rank {rank}:\n{stacks.read_text() if stacks.exists() else 'did not begin'}")
+    return "\n".join(told)
 
 
 def train_rank(rank: int, port: int, folder: str) -> None:
@@ -112,6 +168,34 @@ PATIENCE_SECONDS = 300
 """Far above what all scenarios take on a busy machine (ten seconds on a quiet one), far below gloo's half hour."""
 
 Found = dict[str, Any]
+
+
+def get_on_slowly(rank: int, port: int, folder: str) -> None:
+    pulse = Pulse(Path(folder), rank)
+    for _ in range(30):
+        time.sleep(0.5)
+        pulse()
+    torch.save(rank, Path(folder) / f"{rank}.pt")
+
+
+def wait_for_ever(rank: int, port: int, folder: str) -> None:
+    pulse = Pulse(Path(folder), rank)
+    while rank == 0:
+        time.sleep(0.5)
+        pulse()
+    time.sleep(10_000)
+
+
+@pytest.mark.slow
+def test_ranks_that_get_on_have_all_the_time_they_need(tmp_path: Path) -> None:
+    assert run_ranks(get_on_slowly, tmp_path, 10) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_with_where_all_of_them_stand(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="rank 1 did not get on within 10 seconds") as error:
+        run_ranks(wait_for_ever, tmp_path, 10)
+    assert str(error.value).count("in wait_for_ever") == 2
 
 
 def accelerator() -> Accelerator:

@@ -23,7 +23,7 @@ from memsafe_rl.memory.simulated.counting import compiler_available
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.types import Phase, UpdatePlan
-from tests.parallel.test_ranks import outcome_of, run_ranks, set_up_rank
+from tests.parallel.test_ranks import Pulse, outcome_of, run_ranks, set_up_rank
 from tests.rewards.test_reward_models import classifier
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, relative, rewire, weights
@@ -38,8 +38,10 @@ FAULTS = {"full": 25, "lora": 25, "sharded": 12, "sharded lora": 12, "sharded, o
 """Faults on rank 1, of each case, at least; `benchmarks.sharded_storm` has more."""
 SECOND_FAULTS = 3
 """Every so many runs, the repeated work fails too, so that the plan of rank 1 alone changes."""
+RUNS_OF_A_PLAN = 6
+"""After so many runs, plans are as at first: else all would be at their leanest soon, on both ranks."""
 PATIENCE_SECONDS = 600
-"""Far above what all takes on a busy machine, far below gloo's 30 minutes."""
+"""Far above what a scenario takes on a busy machine, far below gloo's 30 minutes."""
 WORKING = (Phase.ROLLOUT, Phase.REWARD, Phase.SCORE, Phase.UPDATE, Phase.OPTIMIZER)
 
 COMMON: dict[str, Any] = {
@@ -127,10 +129,12 @@ class Faults:
     Args:
         trainer: whose phases are heard.
         device: refuses.
+        pulse: told of every phase and failure.
     """
 
-    def __init__(self, trainer: GRPOTrainer, device: SimulatedMemory) -> None:
+    def __init__(self, trainer: GRPOTrainer, device: SimulatedMemory, pulse: Pulse) -> None:
         self.device = device
+        self._pulse = pulse
         self.again_after: int | None = None
         self._chosen: tuple[int, int] | None = None
         self._stretches: list[tuple[Phase, int]] = []
@@ -158,9 +162,11 @@ class Faults:
         with self._phase(phase, **options):
             yield
         self._stretches[place] = phase, self.device.allocations - before
+        self._pulse()
 
     def record(self, event: str, **details: Any) -> None:
         self._record(event, **details)
+        self._pulse()
         if event == "failure" and self.again_after is not None:
             self.device.fail_after(self.again_after)
             self.again_after = None
@@ -171,6 +177,7 @@ def storm(
     case: str,
     rank: int,
     seed: int,
+    pulse: Pulse,
     *,
     faults: int | None = None,
     phases: Sequence[Phase] = WORKING,
@@ -183,15 +190,18 @@ def storm(
     dice = random.Random(seed + 1000 * rank)
     with SimulatedMemory(exact=True) as device:
         trainer = build(folder, case)
-        start, notes, planted = copied(trainer.model.parameters()), listen_to_steps(trainer), Faults(trainer, device)
+        start, notes = copied(trainer.model.parameters()), listen_to_steps(trainer)
+        planted = Faults(trainer, device, pulse)
         trainer.train()
-        runs, live_bytes = [], device.live_bytes
+        runs, live_bytes, memory = [], device.live_bytes, trainer.setup.memory.state_dict()
         while sum(run["faults"] for run in runs) < (faults or FAULTS[case]):
             put_weights(trainer, start)
             turn = len(runs)
             if rank in failing and (len(failing) == 1 or turn % 3 in (rank, 2)):
                 planted.choose(phases[turn % len(phases)], dice, again=turn % SECOND_FAULTS == 0)
             planted.forget()
+            if turn % RUNS_OF_A_PLAN == 0:
+                trainer.setup.memory.load_state_dict(memory)
             notes.clear()
             trainer.memory_events.clear()
             refused = device.refusals
@@ -340,10 +350,12 @@ def run_calmly(folder: Path) -> dict[str, Any]:
 def run_all(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
     found: dict[str, Any] = {}
+    pulse = Pulse(Path(folder), rank)
     for seed, case in enumerate(FAULTS):
-        found[case] = storm(Path(folder) / case, case, rank, seed)
+        found[case] = storm(Path(folder) / case, case, rank, seed, pulse)
     found["calm"] = run_calmly(Path(folder) / "calm")
     for name, ending in ENDINGS.items():
+        pulse()
         found[name] = end(Path(folder) / name.replace(" ", "-"), rank, ending)
     torch.save(found, Path(folder) / f"{rank}.pt")
 

@@ -349,7 +349,10 @@ def test_environments_by_name_and_datasets_without_prompts(tmp_path: Path) -> No
         max_steps=1,
     )
     assert trainer.rewards.names == ("judge", "Till")
+    assert [tool.__name__ for tool in trainer.tools] == ["ring_up"]
+    assert trainer.environments is None
     trainer.train()
+    assert trainer.environments == seen["environments"]
     assert [type(one).__name__ for one in seen["environments"]] == ["Till"] * 4 + ["Silent"] * 4
     assert len({id(one) for one in seen["environments"]}) == 8
     assert seen["environments"][0].columns == {"day": 3}
@@ -361,6 +364,8 @@ def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
     with pytest.raises(ConfigError, match="Set max_steps"):
         trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
+    with pytest.raises(ConfigError, match=r"column 'environment' names the one that plays"):
+        trainer_of(tmp_path, environment_factory={"till": Till}, train_dataset=None, max_steps=1)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,8 @@ def test_steps_that_no_record_holds_yet_are_in_the_last_one(tmp_path: Path) -> N
     first, last = trainer.state.log_history
     assert first["reward"] == pytest.approx(sum(step["reward"] for step in trainer.history[:2]) / 2)
     assert last["reward"] == trainer.history[2]["reward"]
-    assert {"train_runtime", "train_loss", "loss", "reward_std"} <= set(last)
+    assert {"train_runtime", "train_loss", "train_steps_per_second", "loss", "reward_std"} <= set(last)
+    assert last["train_samples_per_second"] == pytest.approx(last["train_steps_per_second"] * trainer.args.step_rows)
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])

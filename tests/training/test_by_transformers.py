@@ -9,7 +9,8 @@ import torch
 from transformers import MambaConfig, MambaForCausalLM
 
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
+from memsafe_rl.rollout.native import by_transformers
+from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, weights
 
 
@@ -47,3 +48,23 @@ def test_failures_anywhere_change_nothing(tmp_path: Path) -> None:
         phases |= {str(event["phase"]) for event in retries}
     assert all(relative(end, ends[0]) < 1e-6 for end in ends[1:])  # float32, in another order at most
     assert any("rollout" in phase for phase in phases)
+
+
+def test_a_generate_in_transformers_place_is_said_once_and_has_no_gap_to_the_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    by_transformers._say_once.cache_clear()
+    model = tiny_model()
+    rows: list[int] = []
+
+    def own(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        rows.append(len(input_ids))
+        return torch.cat([input_ids, torch.arange(5, 5 + len(input_ids))[:, None].expand(-1, 4)], 1)
+
+    model.generate = own
+    with caplog.at_level(logging.WARNING):
+        trainer = make_trainer(tmp_path, model=model, max_steps=2)
+        trainer.train()
+    assert len(rows) >= 2
+    assert sum("generate is not transformers' own" in record.getMessage() for record in caplog.records) == 1
+    assert not any("sampling_logp_difference" in name for record in trainer.history for name in record)

@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from memsafe_rl.slices import measure_slices, measure_sources, packing_saves
+from memsafe_rl.slices import SourceSlices, measure_slices, measure_sources, packing_saves
 from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,
@@ -52,6 +52,10 @@ _NOISE_BYTES = 8 * 8
 """Bytes of noise and its temporaries, per row and per square root of the vocabulary."""
 _SCORE_COPIES = 3
 """Copies of the scores: those over prompts, those over completions, and both joined."""
+_SCORES_KEPT = 3
+"""Copies of a layer's scores that are saved for backward where the bias on them is trained."""
+_SCORES_AT_ONCE = 5
+"""Copies of them where a layer is recomputed and runs backward."""
 _STATES_AT_ONCE = 5
 """Tensors of a state's size in a denoising step besides the network's own: state, next state, mean, difference, and its
 square or noise."""
@@ -196,10 +200,25 @@ def _sourced_activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, 
     encoder = geometry.encoder_layers * (width if plan.checkpointing else block) * slices.read
     states = width * (2 * slices.read + slices.attended)
     working = (layer if plan.checkpointing else 2 * width * slices.tokens) + 2 * inner * slices.tokens
+    read, written, bias = _scores(work, slices)
+    working += bias + read
+    if geometry.bias_trained and plan.checkpointing:
+        working += _SCORES_AT_ONCE * max(read, written)
+    elif geometry.bias_trained:
+        decoder += _SCORES_KEPT * geometry.layers * written
+        encoder += _SCORES_KEPT * geometry.encoder_layers * read
     if plan.offload_activations:
         decoder, encoder = width * slices.tokens, 0
         working += 0 if plan.checkpointing else layer // (3 if _is_narrow(geometry) else 4)
     return decoder + encoder + states, working, slices.actions, slices.number
+
+
+def _scores(work: UpdateWork, slices: SourceSlices) -> tuple[int, int, int]:
+    """Bytes of a layer's scores over prompts and over completions, and of their bias, which T5 makes for all pairs."""
+    geometry, longest = work.geometry, max(work.action_tokens)
+    source = max(whole - written for whole, written in zip(work.row_tokens, work.action_tokens, strict=True))
+    token = geometry.bias_heads * geometry.compute_bytes
+    return token * source * slices.read, token * longest * slices.tokens, 2 * token * max(source, longest) ** 2
 
 
 def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
@@ -256,8 +275,9 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
     else:
         cache = rows * geometry.kv_bytes(slots)
         cache += cache // layers
+    reading = _forward_bytes(geometry) + geometry.bias_heads * longest * geometry.compute_bytes
     moments = (
-        (_forward_bytes(geometry) * read_tokens(work, plan), prompt_cache, 0),
+        (reading * read_tokens(work, plan), prompt_cache, 0),
         (decoding, cache, 0),
         (0, cache, _sampler_bytes(geometry, rows)),
         (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),
@@ -293,11 +313,12 @@ def _sourced_score_parts(work: UpdateWork, plan: RolloutPlan, tile: int) -> Part
     slices = measure_sources(work, plan.score_tokens)
     width = geometry.hidden_size * geometry.compute_bytes
     logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
-    read = width * (slices.read + slices.attended)
+    over_prompts, _, bias = _scores(work, slices)
+    read = width * (slices.read + slices.attended) + bias
     keys = 2 * geometry.heads * geometry.head_dim * geometry.compute_bytes * slices.attended
     decoding = read + keys + _forward_bytes(geometry) * slices.tokens
     moments = (
-        (_forward_bytes(geometry) * slices.read, 0),
+        (_forward_bytes(geometry) * slices.read + over_prompts + bias, 0),
         (decoding, 0),
         (width * (slices.tokens + slices.actions), logits),
     )

@@ -34,7 +34,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import (
     SourceMarks,
     as_floats,
 )
-from memsafe_rl.models.module_state import implementation, replaced
+from memsafe_rl.models.module_state import implementation, is_biased, replaced
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import SCORE_ELEMENTS, whole_blocks
 
@@ -475,7 +475,7 @@ def _attention(
             "Wait for the rollout, or give the second network a copy of the config."
         )
     adds_bias, scoring = options.get("position_bias") is not None, _scoring(module, query, attention_mask, options)
-    biased, source = _is_biased(module), None if reading.sources is None else reading.sources.layer_of(key)
+    biased, source = is_biased(module), None if reading.sources is None else reading.sources.layer_of(key)
     if source is not None and not biased:
         return reading.attend_source(source, query, scoring), None
     if biased and source is None:
@@ -491,15 +491,6 @@ def _scoring(module: nn.Module, query: Tensor, attention_mask: Tensor | None, op
         raise NotImplementedError(f"{type(module).__name__} attends in a way that grouped rows do not know")
     scale = options.get("scaling")
     return Scoring(query.shape[-1] ** -0.5 if scale is None else scale, options.get("softcap"), options.get("s_aux"))
-
-
-def biased_modules(network: nn.Module) -> tuple[nn.Module, ...]:
-    """Finds T5's attention modules with a learned bias for each distance."""
-    return tuple(module for module in network.modules() if _is_biased(module))
-
-
-def _is_biased(module: nn.Module) -> bool:
-    return bool(getattr(module, "has_relative_attention_bias", False))
 
 
 def _rows_of(values: Tensor, segment: Segment) -> Tensor:

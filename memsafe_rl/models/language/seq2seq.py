@@ -30,7 +30,6 @@ from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.shared_prefix_attention import (
     Reading,
-    biased_modules,
     biases_left_out,
     shared_prefix_attention,
 )
@@ -46,7 +45,7 @@ from memsafe_rl.models.language.base import (
     padding_mask,
     predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, replaced
+from memsafe_rl.models.module_state import attention_configs, biased_modules, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)

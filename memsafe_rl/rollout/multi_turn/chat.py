@@ -16,6 +16,7 @@ from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
 
 _MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
+_STAND_INS = _MARK, f"<think>\n{_MARK}\n</think>\n\n{_MARK}"  # some templates put empty thoughts before a last turn
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 """How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
 
@@ -76,23 +77,23 @@ class Chat:
         """Gives the ids between a turn that the model drew and its next one; None if they depend on the turn.
 
         They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
-        beginning of the other, the rest is what follows any turn. A template that refuses the stand-in may still take
-        the conversation itself.
+        beginning of the other, the rest is what follows any turn. So it is for one of the stand-ins, of which one has
+        thoughts. A template that refuses them may still take the conversation itself.
         """
         asked = {"role": "user", "content": "?"}
         calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
-        stand_in = {"role": "assistant", "content": _MARK, **calls}
-        try:
-            before = self._text([asked, stand_in], schemas)
-            after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
-        except UnrenderableError:
-            return None
-        if not after.startswith(before) or _MARK not in before:
-            return None
-        closing = self._turn_end(asked, before)
-        end = self._tokenizer.decode([last_id])
-        text = closing.removeprefix(end) + after[len(before) :]
-        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        for said in _STAND_INS:
+            stand_in = {"role": "assistant", "content": said, **calls}
+            try:
+                before = self._text([asked, stand_in], schemas)
+                after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+            except UnrenderableError:
+                return None
+            if after.startswith(before) and _MARK in before:
+                closing = self._turn_end(asked, before).removeprefix(self._tokenizer.decode([last_id]))
+                text = closing + after[len(before) :]
+                return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+        return None
 
     def _turn_end(self, asked: Message, rendered: str) -> str:
         """What the template writes behind a turn, with its own end-of-turn token."""

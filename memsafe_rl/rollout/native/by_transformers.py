@@ -5,11 +5,11 @@ Axes: ``B`` rows of a wave, ``L`` tokens so far, ``V`` vocabulary.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +132,7 @@ def generate_by_override(
     It gives no log-probs, so NaN stands for them; what it draws past the end or the limit of a row is cut off.
     """
     refusal.when(begun is not None, "engine/begun", engine="generate")
-    _logger.warning("%s.generate is not transformers' own: completions are its draws.", type(adapter.model).__name__)
+    _say_once(f"{type(adapter.model).__name__}.generate is not transformers' own: completions are its draws.")
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     waiting = [(ids, most) for ids, group, most in zip(prompts, keys, limits, strict=True) for _ in group]
     drawn: list[Completion] = []
@@ -140,7 +140,7 @@ def generate_by_override(
     def run_next(plan: RolloutPlan) -> None:
         check_rollout_plan(plan)
         rows = waiting[len(drawn) : len(drawn) + plan.rows_in_flight]
-        padded = partial(pad_sequence, batch_first=True, padding_side="left")
+        padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids_BL = padded([ids for ids, _ in rows], padding_value=adapter.pad_token_id).to(adapter.device)
         mask_BL = padded([torch.ones_like(ids) for ids, _ in rows]).to(adapter.device)
         config = _configuration(settings, max(most for _, most in rows), adapter.pad_token_id)
@@ -153,6 +153,11 @@ def generate_by_override(
     while len(drawn) < len(waiting):
         attempt(run_next)
     return drawn
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    _logger.warning(message)
 
 
 def _configuration(settings: SamplingSettings, longest: int, pad_token_id: int) -> GenerationConfig:

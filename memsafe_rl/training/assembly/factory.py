@@ -32,7 +32,7 @@ from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
-from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable
+from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable, save_whole_only
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rewards.runner import RewardRunner
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
@@ -223,10 +223,11 @@ def build_setup(
 
 def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> ShardedWeights:
     """Divides the weights of model, reference copy and critic among the ranks."""
+    check_dividable(setup.adapter)
     for critic in setup.advantages.critics:
         check_critic_dividable(critic)
-    found = [setup.adapter, setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
-    adapters = [one for one in found if one is not None]
+    others = [setup.adapter.reference_adapter, *(one.network for one in setup.advantages.critics)]
+    adapters = [setup.adapter, *(one for one in others if one is not None)]
     for one in adapters:
         check_dividable(one)
     networks = {id(one.lm): one.lm for one in adapters}
@@ -237,6 +238,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     setup.trained.zero_grad()
     for one in adapters:
         one.reread()
+    save_whole_only(setup.model)
     return shards
 
 

@@ -57,6 +57,8 @@ def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     coef, other = balance_coef(config, facts), "torch_compile" if config.compile_mode else "objectives"
     beside = coef and (config.compile_mode or config.objective_list)
     refusal.when(beside, "router_aux_loss_coef", coef=coef, other=other)
+    z_coef = getattr(facts.config, "router_z_loss_coef", None)  # of encoder-decoders, whose routers are not heard
+    refusal.when(z_coef and config.router_aux_loss_coef is None, "router_z_loss_coef", coef=z_coef)
     prompt_room(config, facts, "model")
     return facts
 

@@ -73,10 +73,10 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
         if key in totals:
             metrics[name] = totals[key] / (ratios if count is None else max(1.0, totals[count]))
     highs = _merged([part.highs for part in parts], max)
-    if "sampler_gap" in highs:
-        mean = totals["sampler_gap"] / totals["sampler_tokens"] if totals["sampler_tokens"] else math.nan
-        metrics["sampling/sampling_logp_difference/mean"] = mean
-        metrics["sampling/sampling_logp_difference/max"] = highs.pop("sampler_gap")
+    widest = highs.pop("sampler_gap", math.nan)
+    if totals.get("sampler_tokens"):  # a sampler may not say its log-probs
+        metrics["sampling/sampling_logp_difference/mean"] = totals["sampler_gap"] / totals["sampler_tokens"]
+        metrics["sampling/sampling_logp_difference/max"] = widest
     for name, value in _merged([part.lows for part in parts], min).items():
         metrics[f"{name.replace('clip_', 'clip_ratio/')}_min"] = value
     for name, value in highs.items():

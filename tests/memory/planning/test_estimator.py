@@ -78,16 +78,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def trajectory(vocab: int) -> Trajectory:
+def trajectory(
+    vocab: int, prompts: tuple[int, ...] = PROMPTS, completions: tuple[int, ...] = COMPLETIONS
+) -> Trajectory:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(lengths: tuple[int, ...]) -> Ragged:
         return Ragged.from_rows([torch.randint(2, vocab, (length,), generator=generator) for length in lengths])
 
-    actions, rows = drawn(COMPLETIONS), len(COMPLETIONS)
+    actions, rows = drawn(completions), len(completions)
     return Trajectory(
-        conditions=drawn(PROMPTS),
-        condition_of_row=tuple(row * len(PROMPTS) // rows for row in range(rows)),
+        conditions=drawn(prompts),
+        condition_of_row=tuple(row * len(prompts) // rows for row in range(rows)),
         actions=actions,
         loss_mask=Ragged(torch.ones_like(actions.flat, dtype=torch.uint8), actions.lengths),
         sampling_logprobs=None,
@@ -97,9 +99,11 @@ def trajectory(vocab: int) -> Trajectory:
     )
 
 
-def measured_update(adapter: LanguageAdapter, plan: UpdatePlan) -> tuple[int, UpdateWork]:
-    store = trajectory(adapter.geometry.vocab_size)
-    rows, tokens = range(len(store)), sum(COMPLETIONS)
+def measured_update(
+    adapter: LanguageAdapter, plan: UpdatePlan, store: Trajectory | None = None
+) -> tuple[int, UpdateWork]:
+    store = trajectory(adapter.geometry.vocab_size) if store is None else store
+    rows, tokens = range(len(store)), sum(store.actions.lengths)
     terms = StepTerms(LossSettings(), Denominators(len(store), tokens, tokens), temperature=1.0, with_entropy=True)
     with SimulatedMemory() as memory:
         accumulate_gradient(adapter, store, rows, plan, terms, autocast=nullcontext, scale=lambda loss: loss)
@@ -120,6 +124,19 @@ def test_an_update_holds_what_was_estimated(
 ) -> None:
     plan = UpdatePlan(tokens, tile, checkpointing=checkpointing, offload_activations=offload)
     peak, work = measured_update(adapter, plan)
+    assert_near(adapter, sum(update_parts(work, plan).values()) / peak)
+
+
+@pytest.mark.parametrize("name", ["t5", "t5-lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("lengths", [(8, 400), (400, 8), (300, 300)])
+def test_scores_of_long_rows_with_a_bias_were_estimated(
+    name: str, checkpointing: bool, lengths: tuple[int, int]
+) -> None:
+    adapter, (prompt, completion) = adapter_for(NETWORKS[name](), pad_token_id=0), lengths
+    store = trajectory(500, (prompt, prompt - 1), (completion,) * 4)
+    plan = UpdatePlan(100_000, 64, checkpointing=checkpointing)
+    peak, work = measured_update(adapter, plan, store)
     assert_near(adapter, sum(update_parts(work, plan).values()) / peak)
 
 

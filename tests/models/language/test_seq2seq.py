@@ -28,6 +28,8 @@ from transformers import (
     UMT5Config,
     UMT5ForConditionalGeneration,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.planning.estimator import rollout_parts
@@ -526,6 +528,35 @@ def test_gradients_equal_the_models(family: str, checkpointing: bool) -> None:
         assert (weight.grad is None) == (got[name] is None), name
         if weight.grad is not None and weight.grad.abs().max() > 1e-9:
             assert_close(got[name], weight.grad, 1e-12)
+
+
+@pytest.mark.parametrize(("family", "share"), [("t5", 0.85), ("umt5", 0.92)])  # UMT5 has a bias in every layer
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_bias_that_is_not_trained_is_held_once(
+    family: str, share: float, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside transformers' own attention, which makes one for every layer, row and head, of zeros too."""
+    generator, rows = torch.Generator().manual_seed(3), range(8)
+    actions = [torch.randint(3, 258, (length,), generator=generator) for length in (60, 64, 50, 64, 64, 40, 64, 63)]
+    trajectory = stored(prompts_of((96, 90, 96, 70)), actions, [0, 0, 1, 1, 2, 2, 3, 3])
+    lora = LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False)
+    adapter = Seq2SeqAdapter(get_peft_model(build(family), lora).double().eval(), pad_token_id=PAD)
+
+    def learn() -> tuple[int, list[Tensor]]:
+        with SimulatedMemory() as memory, adapter.recompute(checkpointing):
+            logprobs_of(adapter.distribution(trajectory, rows)).sum().backward()
+        trained = [weight for weight in adapter.model.parameters() if weight.requires_grad]
+        found = [weight.grad for weight in trained if weight.grad is not None]
+        adapter.model.zero_grad(set_to_none=True)
+        assert len(found) == len(trained)
+        return memory.peak_bytes, found
+
+    held, gradients = learn()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
+    plainly_held, expected = learn()
+    for mine, known in zip(gradients, expected, strict=True):
+        assert_close(mine, known, 1e-12)
+    assert held < share * plainly_held
 
 
 @pytest.mark.parametrize(

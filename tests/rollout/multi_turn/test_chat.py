@@ -76,6 +76,32 @@ def test_a_template_that_rewrites_what_was_said_is_rendered_anew() -> None:
     assert chat.following({"role": "assistant", "content": "x"}, EOS_ID, [QUESTION], ()) is None
 
 
+THINKING = (
+    "{% set asked = messages | map(attribute='role') | list %}{% set ns = namespace(last=-1) %}"
+    "{% for role in asked %}{% if role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% set said = m.content.split('</think>')[-1].strip('\n') %}"
+    "{% set thoughts = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') "
+    "if '</think>' in m.content else '' %}<start>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thoughts) %}"
+    "<think>\n{{ thoughts }}\n</think>\n\n{% endif %}{{ said }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n{% endif %}"
+)
+"""Keeps thoughts behind the last question, drops earlier ones, and puts empty ones before a last turn, as Qwen3's."""
+
+
+@pytest.mark.parametrize("said", ["<think>\nso\n</think>\n\nlike this", "like this"])
+def test_thoughts_that_are_kept_while_tools_answer_make_one_sequence(said: str) -> None:
+    tokenizer = chat_tokenizer(THINKING)
+    chat = Chat(tokenizer)
+    turn: Message = {"role": "assistant", "content": said}
+    answer: Message = {"role": "tool", "name": "look_up", "content": "none"}
+    told = chat.following(turn, EOS_ID, [answer], SCHEMAS)
+    assert told is not None
+    drawn = [*tokenizer(said)["input_ids"], EOS_ID]
+    assert [*chat.first([QUESTION], SCHEMAS), *drawn, *told] == chat.first([QUESTION, turn, answer], SCHEMAS)
+    assert chat.following(turn, EOS_ID, [QUESTION], SCHEMAS) is None  # which drops them
+
+
 def test_plain_text_goes_on_as_text() -> None:
     tokenizer = tiny_tokenizer()
     plain = PlainText(tokenizer)
