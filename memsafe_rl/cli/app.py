@@ -92,7 +92,7 @@ class RunCommand(TyperCommand):
 
 
 _TAKES_SETTINGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
-Words = Annotated[list[str] | None, typer.Argument(metavar="", show_default=False)]
+Words = Annotated[list[str] | None, typer.Argument(metavar="--name value", hidden=True)]
 Json = Annotated[bool, option("json", "--json")]
 Simulate = Annotated[str | None, option("simulate")]
 
@@ -144,7 +144,7 @@ def _of_a_reward(error: Exception) -> str:
     return text
 
 
-@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
+@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml]")
 def train(
     words: Words = None,
     print_config: Annotated[bool, option("print config", "--print-config")] = False,
@@ -163,7 +163,7 @@ def train(
             module.train(run, Console())
 
 
-@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml] [--name value ...]")
+@app.command(cls=RunCommand, **_TAKES_SETTINGS, options_metavar="[CONFIG.yaml]")
 def verify(words: Words = None, simulate: Simulate = None) -> None:
     """Prove on the run's own model that its memory plan changes neither tokens nor gradients; trains nothing."""
     with plain_errors():
@@ -176,7 +176,7 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
 @app.command(
     "plan",
     **_TAKES_SETTINGS,
-    options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml] [--name value ...]",
+    options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml]",
     no_args_is_help=True,
 )
 def plan(
@@ -212,7 +212,7 @@ def plan(
             raise typer.Exit(DIFFERENT)
 
 
-@app.command(**_TAKES_SETTINGS, options_metavar="--model NAME --dataset FILE --reward-funcs NAME [--name value ...]")
+@app.command(**_TAKES_SETTINGS, options_metavar="--model NAME --dataset FILE --reward-funcs NAME")
 def init(
     words: Words = None,
     gpu: Annotated[str, option("gpu")] = "24GiB",

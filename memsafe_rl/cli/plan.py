@@ -173,8 +173,8 @@ def _tokenizer(model: str, trust_remote_code: bool) -> Any:
         if known_config(model) is None:
             raise
         raise ConfigError(
-            f"the tokenizer of {model!r} cannot be loaded, so the dataset's prompts have no length. Write "
-            "--prompt-tokens N, the tokens of the longest prompt, to `memsafe-rl plan`."
+            f"the tokenizer of {model!r} cannot be loaded, so the dataset's prompts have no length. Give a folder that "
+            "has one; `memsafe-rl plan` can do without by --prompt-tokens N, the tokens of the longest prompt."
         ) from error
 
 

@@ -258,7 +258,7 @@ def test_run_files_that_are_none(text: str, told: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"prompt": None}, "train_dataset[4]: prompt None is neither text nor a list of messages | Mend it"),
+        ({"prompt": None}, "train_dataset[4]: prompt None is neither text nor a list of messages | Make it one"),
         ({"prompt": ""}, "train_dataset[4]: prompt '' has no tokens. Remove empty prompts"),
         ({"prompt": 5}, "train_dataset[4]: prompt 5 is neither text nor a list of messages"),
         ({"prompt": ["a"]}, "train_dataset[4]: prompt ['a'] is neither text nor a list of messages"),
