@@ -36,9 +36,16 @@ from tests.parallel.test_ranks import Pulse, run_ranks, set_up_rank
 from tests.parallel.test_ranks_under_faults import WORKING, build, listen_to_steps, storm
 from tests.trainers.helpers import relative, weights
 
-CASES = {"sharded": "full", "sharded lora": "lora", "sharded t5": "t5", "sharded, once a step": "full"}
+CASES = {
+    "sharded": "full",
+    "sharded lora": "lora",
+    "sharded t5": "t5",
+    "sharded, once a step": "full",
+    "sharded, saving": "full",
+}
 """What is stormed, and what one process runs beside it."""
 PHASES = (*WORKING, *(Phase.UPDATE,) * (2 * len(WORKING)))
+"""What fails; while a checkpoint is due after every step, its writing."""
 PATIENCE_SECONDS = 120
 """After which a rank that did not get on hangs, however slow the machine; a phase takes a second or two."""
 MOST_GRADIENT, MOST_WEIGHTS = 1e-6, 1e-4
@@ -49,7 +56,8 @@ def _rank(case: str, faults: int, seed: int, rank: int, port: int, folder: str) 
     logging.getLogger("memsafe_rl").setLevel(logging.ERROR)
     set_up_rank(rank, port)
     started, pulse = time.perf_counter(), Pulse(Path(folder), rank)
-    found = storm(Path(folder) / "run", case, rank, seed, pulse, faults=faults, phases=PHASES, failing=(0, 1))
+    phases = (Phase.CHECKPOINT,) if "saving" in case else PHASES
+    found = storm(Path(folder) / "run", case, rank, seed, pulse, faults=faults, phases=phases, failing=(0, 1))
     seconds = {
         "seconds": time.perf_counter() - started,
         "longest_seconds_without_progress": pulse.longest_seconds,

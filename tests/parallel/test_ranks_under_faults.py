@@ -59,6 +59,12 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded lora": {"optim": "adamw_torch", "fsdp": "full_shard"},
     "sharded, once a step": {"optim": "adamw_torch_fused", "fsdp": "full_shard"},
     # of benchmarks.sharded_storm alone
+    "sharded, saving": {
+        "optim": "adamw_torch_fused",
+        "fsdp": "full_shard",
+        "save_strategy": "steps",
+        "save_steps": 1,
+    },
     "t5": {"optim": "adamw_torch_fused"},
     "sharded t5": {"optim": "adamw_torch_fused", "fsdp": "full_shard"},
 }
