@@ -173,12 +173,7 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
             raise typer.Exit(DIFFERENT)
 
 
-@app.command(
-    "plan",
-    **_TAKES_SETTINGS,
-    options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml]",
-    no_args_is_help=True,
-)
+@app.command("plan", **_TAKES_SETTINGS, options_metavar="--model NAME --gpu 24GiB [CONFIG.yaml]", no_args_is_help=True)
 def plan(
     words: Words = None,
     gpu: Annotated[str, option("gpu of a plan")] = "24GiB",

@@ -361,11 +361,12 @@ def _check_reference(config: TrainerConfig) -> None:
             f"entropy_coef is {config.entropy_coef}, outside entropy_coef_min {config.entropy_coef_min} and "
             f"entropy_coef_max {config.entropy_coef_max}. Set it between them."
         )
-    _ = config.kl_stop_rule
-    _ = config.alarm_rules
+    _ = config.kl_stop_rule, config.alarm_rules
 
 
 def _check_saving(config: TrainerConfig) -> None:
+    if config.save_strategy == "best" and config.eval_strategy == "no":
+        raise ConfigError("save_strategy is 'best', but eval_strategy 'no' finds none. Set eval_strategy='steps'.")
     if not config.load_best_model_at_end or config.save_strategy == "best":
         return
     if config.eval_strategy != config.save_strategy:

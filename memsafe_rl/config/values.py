@@ -58,6 +58,7 @@ def read(name: str, value: Any, hint: Any) -> Any:
     """Reads a setting as its declared type, from Python, YAML or a command line."""
     if hint is Any:
         return value
+    value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy's or torch's
     kinds = get_args(hint) if get_origin(hint) not in (list, tuple, dict) and get_args(hint) else (hint,)
     plain = {get_origin(kind) or kind: kind for kind in kinds}
     if isinstance(value, str):

@@ -227,9 +227,10 @@ class PromptTokenizer(PromptReader):
     def _check_tokens(self, prompt: Any, row: Sequence[int]) -> None:
         if not row:
             raise DataError(f"prompt {prompt!r:.100} has no tokens. Remove empty prompts from the dataset.")
-        if self.vocab_size is not None and max(row) >= self.vocab_size:
+        stray = min(row) if min(row) < 0 else max(row)
+        if self.vocab_size is not None and not 0 <= stray < self.vocab_size:
             raise DataError(
-                f"prompt {prompt!r:.100} has token id {max(row)}, but the model knows {self.vocab_size} tokens."
+                f"prompt {prompt!r:.100} has token id {stray}, but the model knows {self.vocab_size} tokens."
                 " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
             )
 

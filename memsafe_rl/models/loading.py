@@ -303,6 +303,8 @@ def _check_kind(model: Any, told: str = "model") -> None:
         )
     if not isinstance(lm, PreTrainedModel):
         return
+    if any(weight.is_meta for weight in lm.parameters()):
+        raise ConfigError(f"{told} has weights without values, on the meta device. Load them, by from_pretrained say.")
     kind, reads = type(lm).__name__, str(getattr(lm, "main_input_name", "input_ids"))
     if reads != "input_ids":
         raise ConfigError(f"{told} is a {kind}, which reads {reads} and no tokens of a text prompt. {_USE_TEXT}")

@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import trl
@@ -458,6 +459,7 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ({"report_to": "tensorbord"}, ("report_to is 'tensorbord'", "Did you mean 'tensorboard'")),
         ({"logging_steps": 1.5}, ("logging_steps is 1.5", "whole number of optimizer steps")),
         ({"load_best_model_at_end": True}, ("save_strategy is 'steps'", "eval_strategy='steps'")),
+        ({"save_strategy": "best"}, ("save_strategy is 'best'", "eval_strategy 'no'", "Set eval_strategy='steps'")),
         (
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3, "save_steps": 4},
             ("save_steps 4", "eval_steps 3", "save_steps=3"),
@@ -666,6 +668,16 @@ def test_sound_settings_are_not_warned_of(settings: dict[str, Any]) -> None:
 
 
 # What the rooms get
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    rate, weights = np.float32(0.5), [np.float64(2), torch.tensor(3)]
+    given: dict[str, Any] = {"num_generations": np.int64(4), "learning_rate": rate, "reward_weights": weights}
+    config = GRPOConfig(**given)
+    assert (config.num_generations, config.learning_rate, config.reward_weights) == (4, 0.5, [2.0, 3.0])
+    assert type(config.num_generations) is int
+    with pytest.raises(ConfigError, match="num_generations is array"):
+        GRPOConfig(num_generations=np.array([4]))  # type: ignore[arg-type]
 
 
 def test_loss_settings_follow_the_fields() -> None:

@@ -37,6 +37,12 @@ def talk(*turns: dict[str, Any]) -> Dataset:
             r"^train_dataset\[15\]: message 0 is \{'content': 'hello'\}, without a 'role'\. Give it one",
         ),
         ({"train_dataset": talk({"role": "user"}), **CHAT}, DataError, r"\[15\]: message 0 is .*without a 'content'"),
+        (
+            {"train_dataset": [{"prompt": [1, -3]}] * 16},
+            DataError,
+            r"^train_dataset\[0\]: .* has token id -3, but the model",
+        ),
+        ({"model": tiny_model().to("meta")}, ConfigError, "model has weights without values, on the meta device"),
         ({"callbacks": 5}, ConfigError, r"callbacks has 5 \(int\), which is no callback.*TrainerCallback"),
         ({"callbacks": [dict]}, ConfigError, "callbacks has <class 'dict'>"),
         ({"optimizers": torch.optim.SGD}, ConfigError, r"optimizers is type .*SGD.*no pair\. Pass \(optimizer, sched"),

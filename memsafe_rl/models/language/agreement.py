@@ -91,7 +91,7 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
         raise ConfigError(
             f"{type(adapter.lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
             f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
-            "without one. Use a model that can be sampled token by token."
+            "without one. Use a model that can be sampled token by token, and whose weights are finite."
         )
     adapter.path = replace(adapter.path, decodes=False, caches=cached)
     logger.warning(
