@@ -2,10 +2,15 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Inductor's cache does not tell one processor's code from another's: loaded under another capability, it gives NaN.
+_CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "native")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/inductor_of_tests_{_CAPABILITY}")
 
 # Before torch is loaded, here and in processes that tests start: threads of several ranks would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
