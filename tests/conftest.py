@@ -9,8 +9,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # Inductor's cache does not tell one processor's code from another's: loaded under another capability, it gives NaN.
-_CAPABILITY = os.environ.get("ATEN_CPU_CAPABILITY", "native")
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/inductor_of_tests_{_CAPABILITY}")
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    f"{tempfile.gettempdir()}/inductor_of_tests_{os.environ.get('ATEN_CPU_CAPABILITY', 'native')}",
+)
 
 # Before torch is loaded, here and in processes that tests start: threads of several ranks would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
