@@ -245,11 +245,18 @@ def _masked(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     known, made = getattr(bias, "masked", (None, lambda: None))
     masked: Tensor | None = made() if known is mask else None
     if masked is None:
-        masked = bias.contiguous()  # its heads are innermost, which kernels would copy, each time
-        if mask is not None and mask.dtype is not torch.bool:
-            masked = masked + mask
-        elif mask is not None or causal:
-            seen = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril() if mask is None else mask
-            masked = torch.where(seen, masked, torch.finfo(bias.dtype).min)
+        seen = mask
+        if seen is None and causal:
+            seen = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+        if seen is None:
+            masked = bias.contiguous()
+        else:  # written once, as it will lie: the bias has its heads innermost, which kernels would copy, each time
+            kind = bias.dtype if seen.dtype is torch.bool else torch.result_type(bias, seen)
+            rows = seen.shape[0] if seen.dim() == bias.dim() else 1
+            masked = bias.new_empty((rows, *bias.shape[1:]), dtype=kind)
+            if seen.dtype is torch.bool:
+                torch.where(seen, bias, bias.new_full((), torch.finfo(kind).min), out=masked)
+            else:
+                torch.add(bias, seen, out=masked)
         bias.masked = mask, TensorWeakRef(masked)  # type: ignore[attr-defined]
     return masked
