@@ -239,7 +239,7 @@ def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list
         rows_of.setdefault(source, []).append(row)
     owned = list(rows_of.values())
     groups = []
-    for together in cut_by_tokens([_source_tokens(work, rows[0]) for rows in owned], budget):
+    for together in cut_by_tokens([source_tokens(work, rows[0]) for rows in owned], budget):
         rows = [row for place in together for row in owned[place]]
         parts = cut_by_tokens([work.row_tokens[row] for row in rows], budget)
         groups.append([[rows[index] for index in part] for part in parts])
@@ -376,17 +376,18 @@ def measure_sources(work: UpdateWork, budget: int) -> SourceSlices:
     """Measures the groups and slices of rows whose prompts an encoder reads."""
     read, attended, tokens, actions, number = 1, 1, 1, 1, 0
     for group in cut_groups(work, budget, packed=False):
-        lengths = {work.sources[row]: _source_tokens(work, row) for part in group for row in part}
+        lengths = {work.sources[row]: source_tokens(work, row) for part in group for row in part}
         read = max(read, len(lengths) * max(lengths.values()))
         for part in group:
-            attended = max(attended, len(part) * max(_source_tokens(work, row) for row in part))
+            attended = max(attended, len(part) * max(source_tokens(work, row) for row in part))
             tokens = max(tokens, len(part) * max(work.action_tokens[row] for row in part))
             actions = max(actions, sum(work.action_tokens[row] for row in part))
             number += 1
     return SourceSlices(read, attended, tokens, actions, max(1, number))
 
 
-def _source_tokens(work: UpdateWork, row: int) -> int:
+def source_tokens(work: UpdateWork, row: int) -> int:
+    """Counts the tokens of a row's prompt, which an encoder reads."""
     return work.row_tokens[row] - work.action_tokens[row]
 
 

@@ -113,7 +113,8 @@ class TrainerConfig(TrainerSettings, ABC):
 
     def _is_users_own(self, name: str) -> bool:
         """Whether a user's subclass has declared a field that the library knows nothing of."""
-        return not {name} & {*self.declared, *REFUSED, *ALIASES} and name in {one.name for one in fields(self)}
+        known = name in self.declared or name in REFUSED or name in ALIASES
+        return not known and name in self.__dataclass_fields__
 
     if not TYPE_CHECKING:
 

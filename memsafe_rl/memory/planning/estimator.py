@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from memsafe_rl.slices import SourceSlices, measure_slices, measure_sources, packing_saves
+from memsafe_rl.slices import SourceSlices, measure_slices, measure_sources, packing_saves, source_tokens
 from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,
@@ -216,7 +216,7 @@ def _sourced_activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, 
 def _scores(work: UpdateWork, slices: SourceSlices) -> tuple[int, int, int]:
     """Bytes of a layer's scores over prompts and over completions, and of their bias, which T5 makes for all pairs."""
     geometry, longest = work.geometry, max(work.action_tokens)
-    source = max(whole - written for whole, written in zip(work.row_tokens, work.action_tokens, strict=True))
+    source = max(source_tokens(work, row) for row in range(len(work.row_tokens)))
     token = geometry.bias_heads * geometry.compute_bytes
     return token * source * slices.read, token * longest * slices.tokens, 2 * token * max(source, longest) ** 2
 
