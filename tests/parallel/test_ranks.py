@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -43,6 +44,27 @@ def set_up_rank(rank: int, port: int, world_size: int = 2) -> None:
     }
     torch.set_num_threads(1)
     gc.freeze()
+    for collective in (DefaultAllGather, DefaultReduceScatter):
+        collective.__call__ = _until_let_go(collective.__call__)  # type: ignore[method-assign]
+
+
+def _until_let_go(communicate: Callable[..., Any]) -> Callable[..., Any]:
+    """Waits until gloo's worker has dropped a collective's buffers, so that no count of bytes depends on when it runs.
+
+    The worker reports a collective as done first, and drops its buffers up to 10 ms later (it needs the interpreter's
+    lock for that): in one gathering out of eight, the next one begins with the last one's buffer still held.
+    """
+
+    def waited(self: Any, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **rest: Any) -> Any:
+        buffers = (output_tensor, input_tensor)
+        before = [buffer._use_count() for buffer in buffers]  # type: ignore[attr-defined]
+        work = communicate(self, output_tensor=output_tensor, input_tensor=input_tensor, **rest)
+        patience = time.monotonic() + 10
+        while work is None and [buffer._use_count() for buffer in buffers] > before and time.monotonic() < patience:  # type: ignore[attr-defined]
+            time.sleep(0.0001)
+        return work
+
+    return waited
 
 
 def free_port() -> int:
