@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +27,19 @@ from memsafe_rl.training.assembly import factory as _factory  # noqa: F401 - wit
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is not wanted is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Has a test marked ``slow_after(n)`` keep its first n cases in the quick run."""
+    seen: Counter[tuple[object, str]] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("slow_after")
+        if mark is not None and isinstance(item, pytest.Function):
+            case = (item.parent, item.originalname)
+            seen[case] += 1
+            if seen[case] > mark.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

@@ -34,6 +34,7 @@ def test_every_row_names_what_is_there(row: str) -> None:
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 
 
+@pytest.mark.slow
 def test_accumulation_changes_nothing_and_a_budget_is_kept(tmp_path: Path) -> None:
     """Batch times accumulation is 16 in every case; what is in memory at once, the plan decides alone."""
 

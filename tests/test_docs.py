@@ -82,6 +82,7 @@ def test_readme_commands_set_up_the_cpu_build_with_tested_versions(marker: str) 
     assert subprocess.run(["bash", "-n"], input=block, text=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

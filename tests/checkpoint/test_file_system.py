@@ -161,11 +161,13 @@ class TestACheckpointThatCannotBeWritten:
     def resume(self, run: Path, callback: Any) -> None:
         trainer_in(run, callbacks=[callback]).train(resume_from_checkpoint=True)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("name", FILES)
     def test_the_disk_gives_up_at_a_file(self, run: Path, whole: torch.Tensor, disk: Disk, name: str) -> None:
         put = lambda: disk.fails("fsync", f"*.part/{name}", errno.EIO)  # noqa: E731
         assert "Input/output error" in self.third_save_fails(run, whole, put, disk.heals)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("name", [*OPENED_BY_PYTHON, "manifest.json"])
     def test_the_disk_is_full_when_a_file_is_opened(
         self, run: Path, whole: torch.Tensor, disk: Disk, name: str
@@ -191,6 +193,7 @@ class TestACheckpointThatCannotBeWritten:
         heal = lambda: monkeypatch.setattr(store, "_write_files", write)  # noqa: E731
         self.third_save_fails(run, whole, put, heal)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize(
         ("call", "path", "number"),
         [
@@ -422,6 +425,7 @@ class TestWhatIsReadBack:
         assert sound(run / "previous" / "theirs") == ["checkpoint-1", "checkpoint-2"]
         assert [one["step"] for one in trainer.history] == [1, 2, 3, 4, 5]
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "unterminated", "garbage", "a newer start's"])
     @pytest.mark.parametrize("name", LOGS[:2])
     def test_a_log_is_damaged(self, run: Path, whole: torch.Tensor, name: str, damage: str) -> None:

@@ -192,6 +192,7 @@ class TestWeightsThatAreSaved:
         assert not (tmp_path / ".weights.new").exists()
         assert torch.equal(model_in(tmp_path), weights(trainer))
 
+    @pytest.mark.slow
     def test_two_processes_save_in_turn(self, tmp_path: Path) -> None:
         (tmp_path / "final").mkdir()
         script = f"""
@@ -229,6 +230,7 @@ save_weights(Path({str(tmp_path / "final")!r}), write, None, replace=False, over
 class TestMovingAside:
     """An earlier run is moved whole, and nothing but that run."""
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("stops_at", ["run.json", "steps.jsonl", "checkpoint-1", "checkpoint-2"])
     def test_a_kill_amid_the_moves_splits_no_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: str
@@ -360,6 +362,7 @@ class TestWhereARunIs:
         assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
         assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
 
+    @pytest.mark.slow
     def test_another_run_took_its_place_after_it_was_deleted(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -472,6 +475,7 @@ def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: 
         make_trainer(tmp_path, **settings).train(resume_from_checkpoint="auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_script_that_cannot_save_ends_in_one_line(tmp_path: Path, beside: bool) -> None:
     script = f"""

@@ -40,6 +40,7 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
     return [{name: record[name] for name in kept if name in record} for record in trainer.state.log_history]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "evaluation", "on_evaluate"])
 def test_what_followed_a_step_that_was_cut_short_is_done_by_the_next_start(
@@ -89,6 +90,7 @@ def test_the_end_of_an_epoch_after_the_last_save_is_not_lost(tmp_path: Path) -> 
     assert logged(resumed) == logged(whole)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("event", ["on_evaluate", "on_epoch_end"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_best_and_the_patience_survive_a_signal_while_callbacks_hear(

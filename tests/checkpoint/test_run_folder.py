@@ -110,6 +110,7 @@ def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=1).train()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     script = f"""
 import os, signal
@@ -290,6 +291,7 @@ class TestBackground:
     def contents(self, folder: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("kind", ["full", "lora", "ppo"])
     def test_it_holds_the_step_it_was_taken_at(self, tmp_path: Path, kind: str) -> None:
         def trainer(folder: Path, **settings: Any) -> Any:

@@ -34,6 +34,7 @@ def _has_mounts(tmp_path: Path) -> bool:
     return tried.returncode == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_on_a_disk_that_is_full_at_any_file(tmp_path: Path) -> None:
     if not _has_mounts(tmp_path):
         pytest.skip("this machine lets nobody mount a tmpfs in a namespace of its own")

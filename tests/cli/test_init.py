@@ -35,6 +35,7 @@ def init(*words: str, answers: str = "") -> Result:
     return RUNNER.invoke(app, ["init", *words], input=answers)
 
 
+@pytest.mark.slow
 def test_all_weights_are_trained_where_they_fit_and_every_line_is_explained() -> None:
     rewards = ["mine:f", {"get_cosine_scaled_reward": {"min_value_wrong": -1.0, "max_len": 9}}]  # commas inside
     given = ("--model", "models/m", "--dataset", "p.jsonl", "--reward-funcs", json.dumps(rewards))
@@ -63,6 +64,7 @@ def test_all_weights_are_trained_where_they_fit_and_every_line_is_explained() ->
     assert "\n# memsafe-rl plan run.yaml --gpu 8.00MiB\n" in told
 
 
+@pytest.mark.slow
 def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -80,6 +82,7 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -29,6 +29,7 @@ def plan(folder: Path, *words: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_a_config_alone_is_enough(folder: Path) -> None:
     code, told, _ = plan(folder, "--gpu", "1GiB", "--max-completion-length", "64", "--prompt-tokens", "32")
     assert code == 0
@@ -124,6 +125,7 @@ def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path) -> N
     assert [line.partition(" ")[0] for line in done.stderr.splitlines()] == ["error:"] * len(mistakes), done.stderr
 
 
+@pytest.mark.slow
 def test_prompts_are_measured_where_there_are_some(tmp_path: Path) -> None:
     tiny_model("qwen3", positions=600).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)

@@ -197,6 +197,7 @@ def test_the_report_of_a_real_run_stands_alone_and_runs_nothing(run: tuple[Path,
     assert "learning_rate" in told
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_leaves_the_failure_in_its_folder(tmp_path: Path) -> None:
     class Strike(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -225,6 +225,7 @@ def test_what_is_left_undone_and_taken_over_is_logged(tmp_path: Path) -> None:
     assert trainer.loop.state.cursor.position == begun
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "beta": 0.1}])
 def test_a_resumed_run_goes_on_with_what_waits(tmp_path: Path, settings: dict[str, Any]) -> None:
     calm = partly(tmp_path / "calm", **settings)

@@ -49,6 +49,7 @@ def test_the_warm_up_writes_what_the_template_writes() -> None:
     assert "".join(text for text, _ in view) == rendered
 
 
+@pytest.mark.slow
 def test_the_example_leaves_the_guest_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = example.settings
 

@@ -27,6 +27,7 @@ def keep_threads() -> Any:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("script", ["qwen_grpo.py", "t5_grpo.py"])
 def test_an_example_to_copy_runs_from_anywhere_and_learns(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,6 +81,7 @@ def test_digits_are_tokens_of_their_own_and_texts_survive_the_tokenizer() -> Non
     assert len(tokenizer("-18")["input_ids"]) + 1 == quickstart.ANSWER_TOKENS
 
 
+@pytest.mark.slow
 def test_warm_up_lowers_the_loss_and_repeats() -> None:
     train = sums(**ONE_DIGIT)
     tokenizer = quickstart.make_tokenizer([item["question"] for item in train])
@@ -198,6 +200,7 @@ def test_a_gain_is_told_in_standard_errors() -> None:
     assert two_objectives.Gain(0.2, 0.5, 100).standard_errors == pytest.approx(0.3 / 0.0640312, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_objectives_in_miniature(tmp_path: Path) -> None:
     config = two_objectives.settings(tmp_path, 5, 3, "cagrad")
     config.disable_tqdm = True

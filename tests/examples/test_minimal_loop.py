@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from examples import minimal_loop
@@ -14,6 +15,7 @@ from memsafe_rl import GRPOTrainer
 STEPS = 4
 
 
+@pytest.mark.slow
 def test_the_loop_ends_with_the_trainers_weights(tmp_path: Path) -> None:
     warming = WarmUp(right_steps=10, wrong_steps=5)
     mine, theirs = (small_parts(tmp_path / name, 0, STEPS, warming) for name in ("mine", "theirs"))

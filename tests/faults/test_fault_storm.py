@@ -48,6 +48,7 @@ def quiet() -> Iterator[None]:
     transformers_logging.set_verbosity(verbosity)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
     share = max(8, FAULTS // len(SCENES))  # fewer fall on a whole run, and none on steps that are compared
@@ -80,6 +81,7 @@ def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any]
     assert found.runs > 3 * most
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", UPSETS)
 @pytest.mark.parametrize("name", ["full, recomputed, dropout", "LoRA, dropout, KL to the base"])
 def test_what_ends_a_run_comes_out_and_leaves_nothing_behind(name: str, kind: str, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def differences(family: str, dtype: torch.dtype, form: str, *, invariant: bool) 
     return found
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("dtype", "form"), [*((torch.bfloat16, form) for form in FORMS), (torch.float16, FORMS[0])], ids=str
 )
@@ -62,12 +63,14 @@ def test_no_bit_depends_on_the_wave_and_sampler_and_trainer_agree(family: str, d
     assert differences(family, dtype, form, invariant=True) == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_the_mode_bits_depend_on_the_wave(family: str, form: str) -> None:
     assert differences(family, torch.bfloat16, form, invariant=False) > 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "moe"])
 def test_turns_with_kept_caches_are_those_read_again(family: str) -> None:
     adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)
@@ -78,6 +81,7 @@ def test_turns_with_kept_caches_are_those_read_again(family: str) -> None:
     assert counts["tokens_after_a_difference"] == counts["logprobs_that_differ"] == 0
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
     adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)
@@ -91,6 +95,7 @@ def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
         assert torch.equal(gradient(adapter, trajectory, cut, packed=packed)[0], whole)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_weights_under_autocast_get_one_gradient_from_all_cuts(family: str, invariant: bool) -> None:
@@ -120,6 +125,7 @@ def test_adapters_on_a_half_precision_base_get_one_gradient_from_all_cuts(kind: 
     assert (slope - whole).norm() < 1e-6 * whole.norm()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_gradients_are_those_without_the_mode(family: str, recomputes: bool) -> None:

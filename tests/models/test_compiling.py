@@ -98,6 +98,7 @@ def test_compiled_steps_draw_the_tokens_of_eager_ones(arch: str, caplog: pytest.
     assert "without torch.compile" not in caplog.text
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     adapter = adapter_for(tiny_model(), pad_token_id=PAD_ID)
     check_adapter(adapter)
@@ -116,6 +117,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(caplog: pytest.L
     assert "Qwen3Model" in caplog.text
 
 
+@pytest.mark.slow
 def test_more_forms_than_the_bound_run_as_they_are(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

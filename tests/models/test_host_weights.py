@@ -62,6 +62,7 @@ def test_blocks_leave_evenly_spread(blocks: int) -> None:
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
 def test_logits_and_gradients_are_the_same_bits(recompute: bool, dora: bool) -> None:
@@ -100,6 +101,7 @@ def test_two_blocks_are_on_the_device_at_most_and_none_after_release() -> None:
     assert held() == 0
 
 
+@pytest.mark.slow
 def test_a_device_that_refuses_leaves_a_block_away_and_the_next_try_succeeds() -> None:
     model = adapted()
     logits, _ = pass_of(model, recompute=False)
@@ -175,6 +177,7 @@ def run(folder: Path, policy: Any, model: Any = None, **settings: Any) -> Any:
 LEAN: dict[str, Any] = {"micro_batch_tokens": 16, "logprob_tile": 4, "checkpointing": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [LEAN, {**LEAN, "offload_activations": True}, {"pack_prompts": True}])
 def test_a_run_learns_the_same_bits_within_less(tmp_path: Path, update: dict[str, Any]) -> None:
     plain = run(tmp_path / "plain", FixedPolicy(RolloutPlan(), UpdatePlan(**update)), max_steps=2)
@@ -193,6 +196,7 @@ def test_a_run_learns_the_same_bits_within_less(tmp_path: Path, update: dict[str
         assert all(torch.equal(one, other) for one, other in zip(frozen, originals, strict=True))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("share", [0.9, 0.4])
 def test_a_budget_below_the_size_of_the_weights_trains_without_a_failure(tmp_path: Path, share: float) -> None:
     wide: dict[str, Any] = {"layers": 10, "hidden": 128, "r": 2, "target_modules": ["q_proj", "v_proj"]}
@@ -219,6 +223,7 @@ def test_at_the_end_weights_without_room_lie_on_the_host_and_a_second_run_takes_
     assert all(torch.equal(one, other) for one, other in zip(trainer.model.parameters(), before, strict=True))
 
 
+@pytest.mark.slow
 def test_blocks_of_encoder_and_decoder_come_and_go(tmp_path: Path) -> None:
     def trained(resident: int | None) -> torch.Tensor:
         config = LoraConfig(r=4, target_modules="all-linear", task_type="SEQ_2_SEQ_LM")

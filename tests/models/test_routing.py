@@ -61,6 +61,7 @@ def gradient_of(trainer: GRPOTrainer) -> tuple[torch.Tensor, dict[str, float]]:
     return found, metrics
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_changes_its_gradient(family: str, dtype: torch.dtype, limit: float, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_it_is_what_transformers_computes_of_the_whole_step(family: str, tmp_pat
     assert (ours - without - theirs).norm() <= 5e-6 * theirs.norm()  # transformers adds up in float32
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("settings", [{}, {"peft_config": LORA, "beta": 0.1}], ids=["full", "LoRA"])
 def test_a_mixture_trains_by_default_and_survives_refused_allocations(settings: Any, tmp_path: Path) -> None:
     plain = make_trainer(tmp_path / "plain", model=mixture("qwen3_moe"), num_iterations=2, **settings)

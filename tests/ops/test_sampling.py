@@ -118,6 +118,7 @@ def test_draws_follow_the_distribution(vocab: int) -> None:
         assert abs(chi_square(observed, logits_V.double().softmax(0) * count)) < 4.5
 
 
+@pytest.mark.slow
 def test_draws_follow_the_distribution_over_a_large_vocabulary() -> None:
     vocab, count = 32_003, 1 << 14
     logits_V = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2

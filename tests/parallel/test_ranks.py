@@ -363,6 +363,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     return run_ranks(run_scenarios, tmp_path_factory.mktemp("ranks"), PATIENCE_SECONDS)
 
 
+@pytest.mark.slow
 def test_ranks_gather_in_order_and_sum_in_place(outcomes: list[Found]) -> None:
     for found in outcomes:
         assert [item["rank"] for item in found["together"]["gathered"]] == [0, 1, 1]

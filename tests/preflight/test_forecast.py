@@ -62,6 +62,7 @@ def failures(trainer: GRPOTrainer) -> list[str]:
 LORA = {"r": 8, "target_modules": "all-linear"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "settings"),
     [
@@ -84,6 +85,7 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: d
     assert failures(trainer) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
 def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora: bool) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "overwrite_output_dir": True}
@@ -99,6 +101,7 @@ def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora:
     assert foreseen(trainer).host_bytes == pytest.approx(with_copies - without, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_that_come_from_the_host_are_foreseen_even_in_one_micro_batch(tmp_path: Path) -> None:
     tiny_model("qwen3", vocab_size=300, layers=6, hidden=128, positions=256).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
@@ -166,6 +169,7 @@ def test_the_same_settings_give_the_same_forecast_again(folder: Path) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 def test_what_the_check_at_start_holds_is_held_to_the_device_alone(on_a_gib: MemoryForecast) -> None:
     forecast = on_a_gib
     load = forecast.phase_bytes[Phase.LOAD]
@@ -200,6 +204,7 @@ def test_an_optimizer_whose_first_step_does_not_fit_is_a_refusal(folder: Path) -
     assert "The optimizer's state or step does not fit in memory" in (tight.refusal or "")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str)
 def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, settings: dict[str, Any]) -> None:
     assert on_a_card(folder, settings=settings).fits
@@ -227,6 +232,7 @@ def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
         trainer_for(folder, memory_budget=3 * 2**20)
 
 
+@pytest.mark.slow
 def test_a_budget_without_room_for_float32_copies_is_refused_with_remedies(folder: Path) -> None:
     half = {"model_init_kwargs": {"dtype": "bfloat16"}}
     budgets = {
@@ -276,6 +282,7 @@ def test_a_network_that_cannot_be_forecast_trains_nevertheless(
     assert "no forecast of this run's memory: RuntimeError: an operator without shapes" in caplog.text
 
 
+@pytest.mark.slow
 def test_nothing_of_the_run_is_touched(folder: Path) -> None:
     lora = LoraConfig(**LORA)
     before, state = lora.to_dict(), torch.get_rng_state()
@@ -333,6 +340,7 @@ class TestOfACard:
         assert whole.phases[Phase.UPDATE][Component.OPTIMIZER] == pytest.approx(8 * parameters, rel=0.03)
         assert whole.phases[Phase.OPTIMIZER][Component.GRADIENTS] == pytest.approx(4 * parameters, rel=0.03)
 
+    @pytest.mark.slow
     def test_reserved_bytes_stand_beside_allocated_ones(
         self, folder: Path, on_a_gib: MemoryForecast, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -385,6 +393,7 @@ class TestOfACard:
         found = on_a_card(folder, prompt_tokens=None, train_dataset=dataset, processing_class=tiny_tokenizer())
         assert "the longest prompt has 17 tokens (the longest of train_dataset)" in found.assumptions
 
+    @pytest.mark.slow
     def test_a_length_is_assumed_where_nobody_says(self, tmp_path: Path) -> None:
         tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
         assumed = on_a_card(tmp_path, prompt_tokens=None)

@@ -103,6 +103,7 @@ def test_rows_of_later_steps_are_scored_with_all_others(folder: Path) -> None:
     assert trainer.forecast.phase_bytes[Phase.SCORE] == pytest.approx(held, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_critic_belongs_to_ppo(folder: Path) -> None:
     found = forecast_memory(
         str(folder),

@@ -55,6 +55,7 @@ def check(trainer: GRPOTrainer, held: dict[Phase, int], *phases: Phase) -> None:
         assert size == pytest.approx(held[phase], rel=0.03), phase
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("named", [True, False], ids=["by name", "object"])
 def test_a_reward_model_counts_and_scores(folder: Path, named: bool) -> None:
     judge: Any = str(folder / "judge")
@@ -65,6 +66,7 @@ def test_a_reward_model_counts_and_scores(folder: Path, named: bool) -> None:
     check(trainer, held, Phase.REWARD)
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_a_phase_of_its_own(folder: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
     trainer, held = run(folder, alternating, {"eval_dataset": prompts(16, PROMPT + 20)}, **settings)
@@ -98,6 +100,7 @@ def test_a_reward_model_is_known_by_its_config_alone(folder: Path, tmp_path: Pat
     assert "reward models read as many tokens as prompt and completion have" in judged.assumptions
 
 
+@pytest.mark.slow
 def test_a_known_reward_model_has_the_type_it_is_published_in(folder: Path) -> None:
     config = GRPOConfig("unused", report_to="none", max_completion_length=32)
     found = forecast_memory(

@@ -41,6 +41,7 @@ def run(folder: Path, policy: Any = None, **settings: Any) -> tuple[Any, dict[Ph
     return beside.run(folder, given=given, alarms=False, **{"per_device_train_batch_size": 12, **settings})
 
 
+@pytest.mark.slow
 def test_a_slice_is_packed_where_all_rows_that_are_scored_with_it_are(tmp_path: Path) -> None:
     """Of 12 rows behind 3 prompts a slice has 8; by themselves they would be packed, and hold less."""
     tiny_model("qwen3", layers=1, hidden=256).save_pretrained(tmp_path)

@@ -83,6 +83,7 @@ class TestDeviceSpeed:
             speed = DeviceSpeed("", "", {1: 1.0}, 10.0, {Phase.ROLLOUT: launch}, waits=False)
             assert speed.seconds(work, Phase.ROLLOUT) == seconds
 
+    @pytest.mark.slow
     def test_this_machine_is_measured(self) -> None:
         speed = measured_speed(torch.device("cpu"), torch.float32)
         assert speed.waits
@@ -146,6 +147,7 @@ FORWARD = 2 * (BLOCKS * TOKENS + HEAD * ACTIONS)
 
 
 class TestStepSeconds:
+    @pytest.mark.slow
     def test_products_of_an_update_are_three_forwards_of_its_tokens(self, tmp_path: Path) -> None:
         found = forecast(tmp_path, GIGAFLOP).step_seconds
         assert found is not None
@@ -153,6 +155,7 @@ class TestStepSeconds:
         decoded = 2 * (BLOCKS + HEAD) * ACTIONS
         assert found.phases[Phase.ROLLOUT] * 1e9 == pytest.approx(decoded, rel=0.25)  # attention, the prompts
 
+    @pytest.mark.slow
     def test_a_reference_scores_by_one_forward_of_unique_tokens(self, tmp_path: Path) -> None:
         plain, scored = (forecast(tmp_path, GIGAFLOP, beta=beta).step_seconds for beta in (0.0, 0.1))
         assert plain is not None
@@ -161,6 +164,7 @@ class TestStepSeconds:
         packed = 2 * (BLOCKS * (2 * 12 + ACTIONS) + HEAD * ACTIONS)  # each of the two prompts once
         assert scored.phases[Phase.SCORE] * 1e9 == pytest.approx(packed, rel=0.15)
 
+    @pytest.mark.slow
     def test_a_rollout_is_shared_by_the_steps_that_train_on_it(self, tmp_path: Path) -> None:
         once, thrice = (forecast(tmp_path, GIGAFLOP, num_iterations=count).step_seconds for count in (1, 3))
         assert once is not None
@@ -168,6 +172,7 @@ class TestStepSeconds:
         assert thrice.phases[Phase.ROLLOUT] == pytest.approx(once.phases[Phase.ROLLOUT] / 3)
         assert once.run == pytest.approx(3 * once.step)
 
+    @pytest.mark.slow
     def test_weights_that_come_from_the_host_take_the_bus_for_every_token(self, tmp_path: Path) -> None:
         bus = replace(GIGAFLOP, flops={1: 1e30}, waits=False, bus_bytes_per_second=1e6)
         plans = RolloutPlan(rows_in_flight=4, resident_blocks=0), UpdatePlan(resident_blocks=1, checkpointing=True)
@@ -185,6 +190,7 @@ class TestStepSeconds:
         assert found.step_seconds is None
         assert "estimated time" not in found.facts()
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("simulated", [True, False])
     def test_a_run_measures_its_own_device_but_no_simulated_one(self, tmp_path: Path, simulated: bool) -> None:
         tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256).save_pretrained(tmp_path)
@@ -203,6 +209,7 @@ class TestStepSeconds:
         assert trainer.forecast is not None
         assert (trainer.forecast.step_seconds is None) is simulated
 
+    @pytest.mark.slow
     def test_bytes_are_those_without_it(self, tmp_path: Path) -> None:
         with_it, without = (forecast(tmp_path, speed) for speed in (SLOW, None))
         assert with_it.phases == without.phases

@@ -60,6 +60,7 @@ def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
     assert (found.tolerance, found.precision) == (1e-5, "float32")
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -103,6 +104,7 @@ def test_bytes_saved_and_genuine_failures_on_a_simulated_device(tmp_path: Path, 
         assert device.live_bytes - live <= state_bytes * 1.01  # the optimizer's state, and nothing of the proof
 
 
+@pytest.mark.slow
 def test_a_plain_plan_that_does_not_fit_is_replaced_by_half_the_chosen_one(tmp_path: Path) -> None:
     with SimulatedMemory() as device:
         model = tiny_model(vocab_size=2000)
@@ -240,6 +242,7 @@ class _Counted:
         return [len(set(text)) / 6 + sum(map(ord, text)) % 5 for text in completions]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -266,6 +266,7 @@ def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) 
 # No trace
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "settings",
     [

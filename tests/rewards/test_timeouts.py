@@ -245,6 +245,7 @@ def test_what_cannot_be_logged_is_named(log: Callable[[Any, Any], None], said: s
         score(judge, TimeoutPolicy())
 
 
+@pytest.mark.slow
 def test_a_judge_that_blocks_its_loop_ends_the_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "GRACE_SECONDS", 0.2)
     free, blocked = threading.Event(), [True]

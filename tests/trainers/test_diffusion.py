@@ -45,6 +45,7 @@ def make_trainer(folder: Path, *, policy: Any = None, plan: Any = None, peft: An
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_run_learns_and_resumes_bitwise(peft: Any, beta: float, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_what_is_for_tokens_is_refused_by_name(settings: dict[str, Any], message
         make_trainer(tmp_path, **settings)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("settings", "options", "peft"),
     [

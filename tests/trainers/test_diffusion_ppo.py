@@ -91,6 +91,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_no_cut_changes_the_gradient(own: bool, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
@@ -331,6 +332,7 @@ def test_large_states_are_pooled_over_what_counts() -> None:
     assert relative(encoder(states, torch.tensor([5, 9]), condition), first) > 1e-2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("settings", "options", "peft", "own"),
     [

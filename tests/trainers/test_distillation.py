@@ -64,6 +64,7 @@ def test_advantages_are_those_of_the_two_networks_own_logits(tmp_path: Path, tea
     assert float((stored.action_advantages.flat - stored.advantages.mean()).abs().max()) > 0.1
 
 
+@pytest.mark.slow
 def test_the_model_comes_nearer_to_its_teacher_without_any_reward(tmp_path: Path, teacher: str) -> None:
     trainer = distilled(tmp_path, teacher, max_steps=25, learning_rate=5e-3, per_device_train_batch_size=32)
     trainer.train()
@@ -71,6 +72,7 @@ def test_the_model_comes_nearer_to_its_teacher_without_any_reward(tmp_path: Path
     assert sum(apart[-3:]) < 0.5 * sum(apart[:3])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("settings", [{}, {"peft_config": LoraConfig(**LORA)}, {"num_iterations": 2}], ids=str)
 def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: dict[str, Any]) -> None:
     found = []
@@ -93,6 +95,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str) -> None:
     assert torch.equal(weights(whole), weights(again))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool) -> None:
     tiny_model("qwen3", layers=1, hidden=32).save_pretrained(tmp_path)

@@ -58,6 +58,7 @@ def gradient_of(trainer: Any) -> torch.Tensor:
     return weights(trainer) - before
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_a_run_learns_and_resumes_bitwise(kind: str, beta: float, tmp_path: Path) -> None:
@@ -75,6 +76,7 @@ def test_a_run_learns_and_resumes_bitwise(kind: str, beta: float, tmp_path: Path
     assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 def test_no_cut_changes_the_gradient(dtype: torch.dtype, peft: Any, tmp_path: Path) -> None:

@@ -514,6 +514,7 @@ def test_a_run_fits_a_budget_that_its_plain_plan_does_not(tmp_path: Path) -> Non
     assert [one.resets for one in Digits.made] == [1] * 32
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, template: str | None) -> None:
     def run(folder: str, **settings: Any) -> GRPOTrainer:
@@ -629,6 +630,7 @@ USED = {None: Digits, "base": talking}
 """Environments by the role of their users."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("role", USED)
 def test_kept_caches_change_nothing_that_is_drawn(
     tmp_path: Path, role: str | None, monkeypatch: pytest.MonkeyPatch

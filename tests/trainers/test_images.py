@@ -93,6 +93,7 @@ def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
     return drawn, torch.cat([w.grad.flatten().double() for w in model.parameters() if w.requires_grad])
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_first_step_is_the_naive_one_however_it_is_cut(tmp_path: Path, family: str) -> None:
     tokens, wanted = naive_run(small(family))
@@ -108,6 +109,7 @@ def steps(output_dir: Path, **more: Any) -> Any:
     return make(output_dir, **{"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1, **more})
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path) -> None:
     whole = steps(tmp_path / "whole", beta=0.05)
     towers: list[int] = []
@@ -129,6 +131,7 @@ def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path
         third.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
 
 
+@pytest.mark.slow
 def test_a_tower_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:
     seen: list[int] = []
 
@@ -236,6 +239,7 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
     assert "eval_loss" in evaluating.state.log_history[0] | evaluating.state.log_history[1]
 
 
+@pytest.mark.slow
 def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
     tower = {**TOWER, "embed_dim": 256, "hidden_size": 128, "mlp_ratio": 4}
     text = {**TEXT, "vocab_size": 300, "hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}

@@ -96,6 +96,7 @@ PLANS = {
 
 
 # float64 tells a wrong term from rounding; float32 is what most runs learn in.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "critic"),
     [(torch.float32, 1e-6, "trunk"), *((torch.float64, 1e-12, critic) for critic in CRITICS)],
@@ -228,6 +229,7 @@ def test_every_critic_gives_the_policy_the_same_first_step(tmp_path: Path) -> No
         assert relative(gradient, gradients[0]) < 1e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_resumed_run_goes_on_bit_for_bit(critic: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 7, "kl_target": 0.5, "kl_horizon": 50.0}
@@ -309,6 +311,7 @@ def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("critic", "settings"),
     [
@@ -334,6 +337,7 @@ def test_what_the_loop_can_do_it_does_with_a_critic(critic: str, settings: dict[
     assert [event for event in trainer.memory_events if event["event"] in ("failure", "retry")] == []
 
 
+@pytest.mark.slow
 def test_a_shared_trunk_holds_less_than_several_models() -> None:
     """A critic of its own costs its weights, their gradients and two moments; a base that three share, next to none."""
     apart, head, shared = (measure(LAYOUTS[place], hidden=128, layers=2) for place in (0, 1, 4))
@@ -342,6 +346,7 @@ def test_a_shared_trunk_holds_less_than_several_models() -> None:
     assert shared.peak_bytes < 0.25 * apart.peak_bytes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_critic_learns_what_a_prompt_tells(critic: str, tmp_path: Path) -> None:
     """The reward is the prompt's alone; what cannot be foreseen is nothing, and soon little of it is not."""
@@ -357,6 +362,7 @@ def test_a_critic_learns_what_a_prompt_tells(critic: str, tmp_path: Path) -> Non
     assert explained[-1] > 0.3
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", ["trunk", "adapter"])
 def test_encoder_decoders_learn_by_ppo(critic: str, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM") if critic == "adapter" else None

@@ -86,6 +86,7 @@ def by_trl(folder: Path, output_dir: Path, **more: Any) -> torch.Tensor:
     return weights(trainer)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 @pytest.mark.parametrize(
     "settings",
@@ -185,6 +186,7 @@ def test_what_cannot_work_is_refused(settings: dict[str, Any], told: str, tmp_pa
         RLOOConfig(str(tmp_path), use_cpu=True, **settings)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept_and_the_forecast_is_what_the_run_holds(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_model(vocab_size=2000).save_pretrained(folder)

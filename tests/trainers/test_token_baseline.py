@@ -43,6 +43,7 @@ def test_advantages_are_those_of_the_whole_distributions(tmp_path: Path) -> None
     assert moved.abs().max() > 1e-2
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: float) -> None:
     def run(policy: Any, estimator: str = "otb") -> torch.Tensor:

@@ -148,6 +148,7 @@ def test_updates_below_the_rounding_of_bfloat16_are_told_once(tmp_path: Path, ca
     assert stayed > 0.9 * sum(weight.numel() for weight in after)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("rate", "settings"),
     [
@@ -448,6 +449,7 @@ def test_a_run_with_alarms_off_is_silent(tmp_path: Path) -> None:
     assert alarms_of(trainer) == []
 
 
+@pytest.mark.slow
 def test_a_slow_judge_is_heard_in_training_and_not_in_evaluation(tmp_path: Path) -> None:
     asked: list[int] = []
 

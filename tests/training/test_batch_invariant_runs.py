@@ -33,6 +33,7 @@ def plan(rows: int, tokens: int) -> FixedPolicy:
     )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_rollouts_in_half_precision_are_the_plans_only_without_the_mode(
@@ -64,6 +65,7 @@ def gaps(trainer: GRPOTrainer) -> list[float]:
     return [record[f"{GAP}/{name}"] for record in trainer.history for name in ("mean", "max")]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("network", ["qwen3", "gemma3", "t5"])
@@ -78,6 +80,7 @@ def test_sampler_and_trainer_agree_to_the_bit_in_the_mode(
     assert not any(found) if invariant else all(found)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("invariant", [True, False])
 def test_they_agree_over_turns_whose_caches_are_kept(tmp_path: Path, invariant: bool) -> None:
     policy = FixedPolicy(RolloutPlan(rows_in_flight=3, kept_kv_bytes=2**24), UpdatePlan(micro_batch_tokens=300))
@@ -140,6 +143,7 @@ def marked(folder: Path, monkeypatch: pytest.MonkeyPatch, policy: FixedPolicy, n
     return found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_entropies_and_mask_are_the_same_bits_under_random_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
@@ -161,6 +165,7 @@ def test_entropies_and_mask_are_the_same_bits_under_random_plans(
     assert 0 < sum(mask.sum() for _, mask in wide.values()) < sum(len(mask) for _, mask in wide.values())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scored", ["row_by_row", "by the plan"])
 def test_scored_as_the_plan_cuts_the_mask_would_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scored: str

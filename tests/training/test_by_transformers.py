@@ -23,6 +23,7 @@ def mamba() -> Any:
         )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("check", ["probe_worst_case", "verify_plan"])
 def test_a_run_passes_its_checks_and_says_once_how_it_decodes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, check: str
@@ -34,6 +35,7 @@ def test_a_run_passes_its_checks_and_says_once_how_it_decodes(
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_failures_anywhere_change_nothing(tmp_path: Path) -> None:
     ends, phases, allocations = [], set(), 0
     for share in (None, 0.3, 0.6, 0.9):

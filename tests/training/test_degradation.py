@@ -131,6 +131,7 @@ def test_an_unknown_remedy_is_named(tmp_path: Path) -> None:
         GRPOConfig(str(tmp_path), allow_lossy=["lora_rank"])
 
 
+@pytest.mark.slow
 def test_a_lean_optimizer_takes_the_place_of_one_that_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ class At(TrainerCallback):
         setattr(self, event, handler)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_run_after_its_step_and_saves_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, number: signal.Signals
@@ -70,6 +71,7 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_it(
     assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("manner", ["twice", "no grace", "grace over"])
 def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, manner: str) -> None:
     whole = make_trainer(tmp_path / "whole", **SAVING)
@@ -153,6 +155,7 @@ def test_a_handler_of_the_scripts_own_stays() -> None:
     assert heard == [signal.SIGTERM]
 
 
+@pytest.mark.slow
 def test_a_process_that_is_asked_to_stop_ends_with_its_own_code(tmp_path: Path) -> None:
     script = f"""
 import os, signal

@@ -90,6 +90,7 @@ def merged(gradients: Sequence[torch.Tensor], factors: Sequence[float], method: 
 # The gradient: of the full batch, whatever the plan
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("method", MERGES)
 def test_accumulating_then_merging_is_merging_what_runs_of_their_own_accumulate(
@@ -311,6 +312,7 @@ def test_what_was_set_aside_goes_when_a_run_ends_in_the_midst_of_a_step(tmp_path
 # Peak bytes
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_each_further_objective_holds_one_more_copy_of_the_trained_gradients(tmp_path: Path, count: int) -> None:
     alone, one = most_held(tmp_path, 1)
@@ -369,6 +371,7 @@ def test_the_planner_counts_the_gradients_that_wait(tmp_path: Path) -> None:
         assert more == less + work.geometry.trainable_bytes
 
 
+@pytest.mark.slow
 def test_a_forecast_calls_no_reward_and_needs_no_weights_for_them(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path)
     settings = GRPOConfig(
@@ -416,6 +419,7 @@ def test_a_forecast_knows_them(tmp_path: Path, count: int) -> None:
 # Resume, ranks, rehearsals
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resuming_is_bitwise_and_beta_goes_on_where_it_was(tmp_path: Path, stop: int) -> None:
     steered_objectives = {

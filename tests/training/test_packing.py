@@ -30,6 +30,7 @@ def dataset() -> Dataset:
     return Dataset.from_dict({"prompt": PROMPTS})
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -76,6 +76,7 @@ def plans(trajectory: Trajectory, adapter: CausalLMAdapter) -> list[int]:
 PLAIN = UpdatePlan(micro_batch_tokens=400)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +94,7 @@ def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, mon
             assert float(step.loss) == pytest.approx(float(plain.loss), rel=1e-11, abs=1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("window", [2, 7, 20, 33, 64, 100])
 def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 8)
@@ -104,6 +106,7 @@ def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytes
         assert distance(found, wanted) < 3e-6
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("how", ["checkpointing", "offload_activations"])
 def test_activations_made_anew_or_moved_change_no_bit(
@@ -137,6 +140,7 @@ def test_random_trees_are_cut_into_passes_that_fit(seed: int) -> None:
         assert work.packed_tokens <= measured.total <= sum(piece.tokens for piece in pieces)
 
 
+@pytest.mark.slow
 def test_a_walk_that_fails_leaves_nothing_behind() -> None:
     trajectory, adapter = episodes(3, 2, rewrites=True, least=64, most=80), adapter_of(model_of("qwen3"))
     longest = max(trajectory.row_lengths(range(len(trajectory))))
@@ -156,6 +160,7 @@ def test_a_walk_that_fails_leaves_nothing_behind() -> None:
         assert torch.equal(found, wanted), fail_at
 
 
+@pytest.mark.slow
 def test_what_is_held_is_one_path_and_a_pass() -> None:
     """A tree many times as large as its longest row is walked in what that row takes, and runs each token once."""
     trajectory = episodes(11, turns=8, rewrites=True, least=100, most=100)
@@ -211,6 +216,7 @@ def test_rows_may_have_nothing_to_read_behind_what_they_share(own: Sequence[int]
         assert distance(found, wanted) < 2e-6, tokens
 
 
+@pytest.mark.slow
 def test_many_passes_round_no_more_than_one() -> None:
     """Under autocast, what hundreds of passes give a trunk is added up in float32."""
     generator = torch.Generator().manual_seed(0)
@@ -235,6 +241,7 @@ def test_many_passes_round_no_more_than_one() -> None:
     assert errors[1] < 1.1 * errors[0]
 
 
+@pytest.mark.slow
 def test_a_conversation_of_hundreds_of_turns_is_no_deeper_than_can_be_walked() -> None:
     trajectory = episodes(1, count=1, turns=700, rewrites=True, least=16, most=16)
     geometry = adapter_of(model_of("qwen3")).geometry

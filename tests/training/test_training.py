@@ -93,6 +93,7 @@ def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path) -> None:
 
 
 # float64 tells losses apart from rounding; float32 is what most runs learn in.
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("dtype", "bound", "loss_type"),
     [
@@ -146,6 +147,7 @@ def uninterrupted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     return request.param, whole
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
 def test_resuming_at_any_step_is_bitwise(tmp_path: Path, stop: int, uninterrupted: tuple[Any, GRPOTrainer]) -> None:
     (peft, whole), settings = uninterrupted, RESUMED

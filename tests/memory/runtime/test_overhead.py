@@ -8,6 +8,7 @@ from benchmarks.memory_overhead import Bench
 from memsafe_rl.memory.simulated.counting import compiler_available
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiler_available(), reason="only the C++ allocator counts in every thread")
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_watching_memory_adds_no_byte_to_the_peak(tmp_path: Path, lora: bool) -> None:

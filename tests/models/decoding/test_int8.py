@@ -98,6 +98,7 @@ def same(first: list[Completion], second: list[Completion]) -> bool:
     return [row.ids.tolist() for row in first] == [row.ids.tolist() for row in second]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "plan",
     [RolloutPlan(rows_in_flight=3), RolloutPlan(prefill_tokens=7), RolloutPlan(kv_bytes=40_000)],
@@ -121,6 +122,7 @@ def test_what_was_drawn_before_is_read_back_as_it_was() -> None:
     assert same(generate(adapter, prompts, keys, settings, under(RolloutPlan()), begun=begun), expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_its_bytes_are_the_formulas_and_about_a_quarter(arch: str) -> None:
     lengths, plan = (50, 49, 20), RolloutPlan(rows_in_flight=100)

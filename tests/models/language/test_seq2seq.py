@@ -160,6 +160,7 @@ def test_logits_of_a_prefill_equal_each_prompts_own(family: str) -> None:
     assert_close(logits, torch.stack([alone(model, prompt, []) for prompt in prompts]), 1e-12)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ALL)
 def test_rows_join_at_any_length(family: str) -> None:
     """Rows of four prompts, of which two come later and one has drawn tokens before, that are read back in pieces."""
@@ -319,6 +320,7 @@ def tokens_of(rows: list[Completion]) -> list[list[int]]:
     return [row.ids.tolist() for row in rows]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", MAIN)
 def test_tokens_do_not_depend_on_the_plan(family: str) -> None:
     adapter = adapter_of(family)
@@ -344,6 +346,7 @@ def test_log_probs_are_those_of_teacher_forcing() -> None:
     assert_close(scored, torch.cat([row.logprobs for row in rows]).double(), 1e-6)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_failures_change_no_token(family: str) -> None:
     adapter = adapter_of(family)
@@ -397,6 +400,7 @@ def test_an_encoder_is_called_once_per_unique_prompt(family: str) -> None:
     assert read == [3]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("lengths", [(50, 49, 20, 33), (150, 120, 149, 148, 147)])
@@ -596,6 +600,7 @@ def own_positions() -> Any:
     return model
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("built", [own_logits, own_positions])
 def test_other_networks_are_decoded_by_transformers(built: Any, caplog: pytest.LogCaptureFixture) -> None:
     adapter = Seq2SeqAdapter(built(), pad_token_id=PAD)

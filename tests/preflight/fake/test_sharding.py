@@ -129,6 +129,7 @@ def test_what_is_gathered_is_laid_down_when_it_is_there() -> None:
 class TestOfARun:
     """Forecasts of one rank."""
 
+    @pytest.mark.slow
     def test_a_ranks_part_is_what_its_pieces_add_up_to(self, folder: Path) -> None:
         weights = list(tiny_model("qwen3", vocab_size=1001, layers=2, hidden=64, tied=False).parameters())
         pieces = sum(-(-len(weight) // 2) * weight[0].numel() * 4 for weight in weights)
@@ -172,6 +173,7 @@ class TestOfARun:
         with pytest.raises(ConfigError, match=told):
             of_a_rank(folder, **given)
 
+    @pytest.mark.slow
     def test_the_command_says_it_too(self, folder: Path) -> None:
         words = ["plan", "--model", str(folder), "--gpu", "1GiB", "--prompt-tokens", "32", "--json"]
         words += ["--max-completion-length", "32", "--ranks", "2", "--sharding", "zero2"]

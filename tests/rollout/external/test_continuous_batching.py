@@ -43,6 +43,7 @@ def draw(
     return engine.generate(prompts_of(*LENGTHS), keys_of(len(LENGTHS), group), settings, under(plan))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arch", ["qwen3", "gpt2", "gemma3"])
 def test_logprobs_are_the_models_own(arch: str) -> None:
     model, settings = small_model(arch), settings_of(temperature=0.8)
@@ -72,6 +73,7 @@ def test_greedy_tokens_are_generates() -> None:
         assert row.ids.tolist() == own[: len(row.ids)].tolist()
 
 
+@pytest.mark.slow
 def test_a_rollout_repeats_and_moves_no_random_state() -> None:
     engine = engine_for(small_model())
     torch.manual_seed(4)
@@ -85,6 +87,7 @@ def test_a_rollout_repeats_and_moves_no_random_state() -> None:
     assert [row.ids.tolist() for row in other] != [row.ids.tolist() for row in first]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("plan", "room", "blocks"),
     [
@@ -111,6 +114,7 @@ def test_the_cache_follows_plan_and_budget(
     assert all(row.finished or len(row.ids) == 12 for row in rows)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("error", "seen"),
     [

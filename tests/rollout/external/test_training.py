@@ -70,6 +70,7 @@ def test_it_learns(engine: str, tmp_path: Path, gaps: list[float]) -> None:
     assert trainer.setup.memory.rollout_plan.engine == trainer.setup.engine.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_log_probs_agree_over_epochs_and_evaluations(

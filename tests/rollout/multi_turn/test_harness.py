@@ -169,6 +169,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, li
     return weights(trainer), [record["reward"] for record in trainer.history]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("agent", [count_through, by_openai, by_async_openai])
 def test_an_agent_over_http_learns_what_an_environment_learns(
     agent: Any, expected: Any, harness: Any, tmp_path: Path
@@ -179,6 +180,7 @@ def test_an_agent_over_http_learns_what_an_environment_learns(
     assert torch.equal(weights(trainer), expected[0])
 
 
+@pytest.mark.slow
 def test_lost_late_and_doubled_calls_change_nothing(expected: Any, harness: Any, tmp_path: Path) -> None:
     call = Unreliable()
 
@@ -330,6 +332,7 @@ def test_agents_are_let_go_where_an_error_ends_the_run(
     assert codes == ["episode_over"] * 8
 
 
+@pytest.mark.slow
 def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_path: Path) -> None:
     wake = threading.Event()
 
@@ -468,6 +471,7 @@ def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
         assert request.refused is not None
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("path", "key", "body", "status"),
     [

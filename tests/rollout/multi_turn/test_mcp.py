@@ -79,6 +79,7 @@ def called(tools: Any, *calls: tuple[str, dict[str, Any]]) -> Any:
     return asyncio.run(step)
 
 
+@pytest.mark.slow
 def test_the_tools_describe_themselves_and_answer(tools: MCPTools) -> None:
     assert len(tools) == 5
     add = tool_schemas(tools)[0]["function"]
@@ -124,6 +125,7 @@ def test_results_that_are_structured_or_embedded_are_shown() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     bounds: dict[str, Any] = {"max_result_characters": 10, "max_argument_characters": 200}
@@ -139,6 +141,7 @@ def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
         asyncio.run(tools.call("long", {"count": 1}))
 
 
+@pytest.mark.slow
 def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     with pytest.raises(ConfigError, match="cannot be used"):
@@ -156,6 +159,7 @@ def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pyte
         MCPTools(["x"])
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_the_tools_of_a_server_over_http(script: Path, tmp_path: Path) -> None:
     from tests.trainers.test_episodes import trainer_of
 

@@ -393,6 +393,7 @@ PAIRS = tiny_tokenizer(320)
 STOPS = {"inside": ["b"], "straddling": ["bbc"], "several": ["q!", "xyz", "ac"], "long": ["bcacbc"]}
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("strings", STOPS.values(), ids=STOPS)
 def test_stop_strings_end_where_generate_ends(strings: list[str]) -> None:
     """Tokens of one and two letters, so that a string begins and ends inside of tokens."""

@@ -122,6 +122,7 @@ def greedy_of_all(family: str) -> tuple[tuple[int, ...], list[list[int]]]:
     return eos, [ids[:end] for ids, end in zip(endless, ends, strict=True)]
 
 
+@pytest.mark.slow_after(1)
 @AT_THRESHOLDS
 def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
     model, prompts = model_of(family), prompts_of(LENGTHS)
@@ -139,6 +140,7 @@ def test_greedy_tokens_are_generates(family: str, threshold: int) -> None:
                 assert row.ids.tolist() == ids or row.ties
 
 
+@pytest.mark.slow_after(1)
 @AT_THRESHOLDS
 def test_sampled_tokens_are_the_same_under_any_plan(family: str, threshold: int) -> None:
     adapter = CausalLMAdapter(model_of(family), pad_token_id=0)

@@ -67,6 +67,7 @@ def test_noise_is_made_for_one_draw_where_rows_begin(monkeypatch: pytest.MonkeyP
     assert made[1:] == [(1, 16), (17, 16)]
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -69,6 +69,7 @@ def formula(geometry: ModelGeometry, lengths: tuple[int, ...], rows: int) -> int
     return geometry.batch_kv_bytes(prompts, rows, NEW)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("arch", "eos"), [*((arch, ()) for arch in ARCHS), *((arch, tuple(range(2, 9))) for arch in ("qwen3", "gemma3"))]
 )
@@ -118,6 +119,7 @@ def part_of(row: Completion, drawn: int) -> Completion:
     return Completion(row.ids[:drawn], row.logprobs[:drawn], row.model_logprobs[:drawn], finished=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_a_cap_on_the_cache_is_never_passed(arch: str) -> None:
     adapter = CausalLMAdapter(tiny_model(arch, layers=2), pad_token_id=0)
@@ -132,6 +134,7 @@ def test_a_cap_on_the_cache_is_never_passed(arch: str) -> None:
         assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in expected], share
 
 
+@pytest.mark.slow
 def test_a_prompt_is_paid_for_once_however_many_follow_it() -> None:
     adapter = CausalLMAdapter(tiny_model("qwen3", layers=2), pad_token_id=0)
     one, _, _ = peaks(adapter, (160,), RolloutPlan(rows_in_flight=1), ())

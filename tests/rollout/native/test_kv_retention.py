@@ -107,6 +107,7 @@ PLANS = (
 )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_plans_draw_alike(arch: str, plan: RolloutPlan) -> None:
@@ -115,6 +116,7 @@ def test_plans_draw_alike(arch: str, plan: RolloutPlan) -> None:
     assert_same(converse(adapter, under(plan), KeptCaches(), skips=True), expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
 @pytest.mark.parametrize(("share", "cut"), [(1.0, 0), (0.7, 3), (0.5, 0), (0.3, 3)])
 def test_the_cap_holds_for_what_waits_too(arch: str, share: float, cut: int) -> None:
@@ -221,6 +223,7 @@ def test_rows_of_episodes_that_are_over_go_first() -> None:
     assert kept.nbytes() == 0
 
 
+@pytest.mark.slow
 def test_every_refused_allocation_leaves_the_same_tokens() -> None:
     """A failure gives up all that was kept, and later turns read again."""
     adapter = adapter_of()

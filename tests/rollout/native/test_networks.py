@@ -36,6 +36,7 @@ def untied_difference(ours: list[Completion], theirs: list[Completion]) -> float
     return gap
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("vocab", "tokens"), [(4096, 40), (32_000, 24), (151_936, 12)])
 def test_wave_size_changes_no_token(vocab: int, tokens: int) -> None:
     adapter = adapter_of(vocab=vocab)
@@ -48,6 +49,7 @@ def test_wave_size_changes_no_token(vocab: int, tokens: int) -> None:
     assert sum(len(row.ids) for row in whole) > 4 * tokens
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "gemma3", "gpt2"])
 def test_compaction_and_padding_change_no_token(arch: str) -> None:
     adapter = adapter_of(arch)

@@ -60,6 +60,7 @@ def gap_of(model: Any, rows: Any, row: int) -> float:
     return float((own - rows.sampling_logprobs.rows()[row]).abs().max())
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "max_steps": 10}], ids=["one step", "two steps"])
 def test_rollouts_carry_weights_that_are_one_rollout_old(
     more: dict[str, Any], tmp_path: Path, server: FakeServer
@@ -83,6 +84,7 @@ def test_rollouts_carry_weights_that_are_one_rollout_old(
     assert server.asked.count("/collective_rpc") == 4
 
 
+@pytest.mark.slow
 def test_a_run_is_repeatable_and_resumes_to_the_bit(tmp_path: Path, server: FakeServer) -> None:
     whole = run_on(server, tmp_path / "whole")
     first = watched(whole)[0]
@@ -97,6 +99,7 @@ def test_a_run_is_repeatable_and_resumes_to_the_bit(tmp_path: Path, server: Fake
         assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 def test_drawing_goes_on_while_the_run_learns(tmp_path: Path, server: FakeServer) -> None:
     seen, step = [], Learner.step
 
@@ -113,6 +116,7 @@ def test_drawing_goes_on_while_the_run_learns(tmp_path: Path, server: FakeServer
     assert seen[2] == 0
 
 
+@pytest.mark.slow
 def test_evaluations_wait_until_the_servers_are_done_with_the_older_weights(tmp_path: Path, server: FakeServer) -> None:
     prompts = Dataset.from_dict({"prompt": PROMPTS[:2]})
     evaluated = run_on(
@@ -121,6 +125,7 @@ def test_evaluations_wait_until_the_servers_are_done_with_the_older_weights(tmp_
     assert watched(evaluated)[0] == watched(run_on(server, tmp_path / "plain", max_steps=3))[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_for_a_moment_changes_no_token(tmp_path: Path, server: FakeServer) -> None:
     expected = watched(run_on(server, tmp_path / "healthy", max_steps=3))[0]
     calls = count()

@@ -154,6 +154,7 @@ def test_a_restarted_server_is_given_the_weights_again(
         again.stop()
 
 
+@pytest.mark.slow
 def test_a_torn_weight_file_never_reaches_a_server(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_torn_weight_file_never_reaches_a_server(
     assert "are damaged" in caplog.text
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("label", [True, False])
 def test_weights_that_did_not_arrive_whole_are_found_by_the_probe(
     label: bool, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -185,6 +187,7 @@ def test_weights_that_did_not_arrive_whole_are_found_by_the_probe(
         rows_of(engine_on(tmp_path / "alone", model, servers[0]))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/resume", "/inference/v1/generate"])
 def test_a_server_that_answers_500_is_left_out(
     route: str, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -194,6 +197,7 @@ def test_a_server_that_answers_500_is_left_out(
     assert servers[1].drawn == 12
 
 
+@pytest.mark.slow
 def test_a_slow_answer_is_given_up_and_ended(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
 ) -> None:
@@ -242,6 +246,7 @@ SPOILT: dict[str, Spoil] = {
 }
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_an_answer_that_is_not_the_completion_is_refused(
     spoil: Spoil, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -285,6 +290,7 @@ def raising(failures: list[torch.OutOfMemoryError]) -> None:
         raise failures.pop()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_run_on_a_server_trains_and_logs_the_mismatch(
     adapted: bool, tmp_path: Path, servers: list[FakeServer]

@@ -147,6 +147,7 @@ def faulty_run(
     return everything(model, committer), faults
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_fault_at_any_allocation_of_a_step_leaves_no_trace(name: str, counter: CountingAllocator) -> None:
     expected = untroubled(*make_committer(named_optimizer(name)))

@@ -226,6 +226,7 @@ def test_nothing_is_held_between_steps_but_the_state() -> None:
 # ---------------------------------------------------------------------- failures, parking, checkpoints
 
 
+@pytest.mark.slow_after(1)
 @counted
 @pytest.mark.parametrize("mixed", [False, True], ids=["all in bfloat16", "norms in float32"])
 @pytest.mark.parametrize("choice", CHOICES)
