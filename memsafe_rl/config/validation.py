@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from memsafe_rl.config.base import TrainerConfig
 
 logger = logging.getLogger(__name__)
+_say_once = functools.cache(logger.warning)
 
 ENUMS = {kind.__name__: kind for kind in (HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""
@@ -411,11 +412,6 @@ def _check_checkpointing(config: TrainerConfig) -> None:
             raise ConfigError(f"every_n_layers of gradient_checkpointing_kwargs is {found}; it must be at least 1.")
         if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):
             _say_once(f"gradient_checkpointing_kwargs has {key}={found!r}, which changes nothing here: {instead[key]}.")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _is_multiple(whole: float, part: float) -> bool:

@@ -34,6 +34,7 @@ from memsafe_rl.rollout.native.sequences import (
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _logger = logging.getLogger(__name__)
+_say_once = functools.cache(_logger.warning)
 _HONOURED = (
     "temperature",
     "top_p",
@@ -153,11 +154,6 @@ def generate_by_override(
     while len(drawn) < len(waiting):
         attempt(run_next)
     return drawn
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    _logger.warning(message)
 
 
 def _configuration(settings: SamplingSettings, longest: int, pad_token_id: int) -> GenerationConfig:
