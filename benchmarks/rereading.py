@@ -20,9 +20,8 @@ from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer, small_qwen3
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.multi_turn.calls import Caller
 from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits
-from memsafe_rl.rollout.multi_turn.lockstep import Beginning, EpisodeSettings, play
+from memsafe_rl.rollout.multi_turn.lockstep import Beginning, Caller, EpisodeSettings, play
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
 from memsafe_rl.rollout.native.kv_retention import KeptCaches
 from memsafe_rl.rollout.native.running_batch import generate

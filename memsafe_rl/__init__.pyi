@@ -60,8 +60,8 @@ from memsafe_rl.training.assembly.protocol import TrainingRequest as TrainingReq
 from memsafe_rl.training.collector import Collector as Collector
 from memsafe_rl.training.learner import Learner as Learner
 from memsafe_rl.training.loop import collect as collect
+from memsafe_rl.training.setup import RunState as RunState
 from memsafe_rl.training.setup import TrainingSetup as TrainingSetup
-from memsafe_rl.training.state import RunState as RunState
 from memsafe_rl.types import Completion as Completion
 from memsafe_rl.types import RolloutPlan as RolloutPlan
 from memsafe_rl.types import UpdatePlan as UpdatePlan

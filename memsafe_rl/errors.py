@@ -5,7 +5,8 @@ Every message states what failed, the value that failed with its unit, and what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,26 @@ class MemoryBudgetError(MemsafeError, MemoryError):
         self.held_bytes = dict(held_bytes or {})
 
 
+def first_line(error: BaseException) -> str:
+    """Gives the first line of an error's message; its kind where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def kind_and_line(error: BaseException) -> str:
+    """Gives an error's kind and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Asks, behind another sentence, for the name that a word looks like; empty where it looks like none."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
 @lru_cache
 def texts_beside(module: str, name: str) -> Any:
     """Reads a table of messages, in YAML, from the folder of a module's file."""
-    text = Path(module).with_name(name).read_text(encoding="utf-8")
+    text = (Path(module).parent / name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -34,7 +35,10 @@ def made_in(room: Path) -> Iterator[tuple[str, set[str]]]:
 @pytest.mark.parametrize("table", TABLES, ids=lambda path: path.parent.name)
 def test_every_refusal_has_its_text_and_every_text_its_refusal(table: Path) -> None:
     texts = texts_beside(str(table), table.name)
-    fields = {case: {name for _, name, _, _ in Formatter().parse(text) if name} for case, text in texts.items()}
+    fields = {
+        case: {re.split(r"[.[]", name)[0] for _, name, _, _ in Formatter().parse(text) if name}
+        for case, text in texts.items()
+    }
     used = set[str]()
     for pattern, given in made_in(table.parent):
         cases = [case for case in texts if fnmatchcase(case, pattern)]

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.tracking import get_available_trackers
 from transformers import TrainerCallback
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, kind_and_line
 
 
 def check_installed(trackers: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
         try:
             self._accelerator.init_trackers(self._project, config=args.to_sanitized_dict(), init_kwargs=options)
         except Exception as error:
-            told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            told = kind_and_line(error)
             named = ", ".join(args.trackers)
             raise ConfigError(
                 f"report_to is {named}, which cannot be opened ({told}). Log in to it, or leave it out."

@@ -1,26 +1,154 @@
-"""A run's weights as one folder that transformers and vLLM load: merged, cast, with a card that says what they are."""
+"""A run's weights for others: one folder that transformers and vLLM load, and uploads to a hub beside training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig, AutoProcessor, TrainerCallback
 
-from memsafe_rl.checkpoint.hub_push import model_card
-from memsafe_rl.checkpoint.store import checkpoints
-from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.diagnostics.run_folder import read_run
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.checkpoint import refusal
+from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
+from memsafe_rl.diagnostics.run_folder import read_run, run_figures
+from memsafe_rl.errors import kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class HubPush(TrainerCallback):  # type: ignore[misc]
+    """Uploads checkpoints as `hub_strategy` says; a failed upload is told and never ends the run."""
+
+    def __init__(self, args: Any) -> None:
+        self._args, self._api = args, HfApi(token=args.hub_token)
+        self._uploads: list[Future[Any]] = []
+        self.repo_id: str | None = None
+
+    def open(self, private: bool | None = None) -> str:
+        """Makes the repository, and its branch, where they are not there; gives its full name."""
+        if self.repo_id is None:
+            args = self._args
+            name = args.hub_model_id or Path(args.output_dir).name
+            private = args.hub_private_repo if private is None else private
+            try:
+                repo_id = str(self._api.create_repo(name, private=private, exist_ok=True).repo_id)
+                if args.hub_revision is not None:
+                    self._api.create_branch(repo_id, branch=args.hub_revision, exist_ok=True)
+            except Exception as error:  # the client's errors differ between its versions
+                told = kind_and_line(error)
+                raise refusal("hub_model_id", name=name, told=told) from error
+            self.repo_id = repo_id
+        return self.repo_id
+
+    def push(
+        self, write: Callable[[Path], Any], message: str, *, wait: bool, place: str | None = None, **more: Any
+    ) -> Any:
+        """Uploads what is written into an empty folder; gives the commit, or its future where nobody waits for it."""
+        folder = Path(tempfile.mkdtemp(prefix=".push-", dir=self._args.output_dir))
+        upload: Future[Any] | None = None
+        try:
+            write(folder)
+            repo_id, more = self.open(), {"revision": self._args.hub_revision, **more}
+            upload = self._api.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                path_in_repo=place,
+                commit_message=message,
+                run_as_future=True,
+                **more,
+            )
+            self._uploads.append(upload)
+            return upload.result() if wait else upload
+        finally:
+            if upload is None or wait:
+                shutil.rmtree(folder)
+            else:
+                upload.add_done_callback(lambda _: shutil.rmtree(folder))
+
+    def card(
+        self, name: str | None, dataset_name: str | None = None, tags: Sequence[str] | str | None = None
+    ) -> ModelCard:
+        """Writes a card of the run's model; its name is that of the run's folder if None."""
+        algorithm, own = self._args.algorithm, [tags] if isinstance(tags, str) else list(tags or ())
+        name = name or Path(self._args.output_dir).name
+        return model_card(name, f"Trained with {algorithm}.", algorithm.lower(), *own, datasets=dataset_name)
+
+    def push_model(
+        self,
+        save: Callable[..., Any],
+        message: str,
+        *,
+        wait: bool,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        model_name: str | None = None,
+        **facts: Any,
+    ) -> Any:
+        """Uploads what ``save`` writes for users, with a card; see `PolicyTrainer.push_to_hub`."""
+        self._api = HfApi(token=token) if token else self._api
+        card = self.card(model_name or self.open(private).split("/")[-1], **facts)
+
+        def write(folder: Path) -> None:
+            save(str(folder), _internal_call=True)
+            card.save(folder / "README.md")
+
+        return self.push(write, message, wait=wait, **({"revision": revision} if revision else {}))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Uploads the weights of a checkpoint, and the checkpoint itself where `hub_strategy` asks for it."""
+        busy = any(not upload.done() for upload in self._uploads)
+        if args.hub_strategy == "end" or (busy and not args.hub_always_push):
+            return
+        self._tell_failures()
+        source = checkpoint_folder(Path(args.output_dir), state.global_step)
+        message = f"Training in progress, step {state.global_step}"
+        place = {"checkpoint": "last-checkpoint", "all_checkpoints": source.name}.get(args.hub_strategy.value)
+        self.push(lambda folder: _link(source, folder, RUN_STATE), message, wait=False)
+        if place is not None:
+            self.push(lambda folder: _link(source, folder), f"{message}, checkpoint", wait=False, place=place)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Waits for what is under way."""
+        self._tell_failures(wait=True)
+
+    def _tell_failures(self, *, wait: bool = False) -> None:
+        for upload in [upload for upload in self._uploads if wait or upload.done()]:
+            self._uploads.remove(upload)
+            if (error := upload.exception()) is not None:
+                logger.warning("an upload to %s failed; training continues: %s", self.repo_id, error)
+
+
+def model_card(name: str, text: str, *tags: str, library_name: str = "transformers", **data: Any) -> ModelCard:
+    """Writes a card of a model that was trained here."""
+    head = ModelCardData(library_name=library_name, model_name=name, tags=["memsafe_rl", *tags], **data)
+    return ModelCard(f"---\n{head.to_yaml()}\n---\n\n# {name}\n\n{text}\n")
+
+
+def _link(source: Path, folder: Path, left_out: frozenset[str] = frozenset()) -> None:
+    """Links a checkpoint's files into a folder, for the checkpoint may be removed while they are uploaded."""
+    for path in source.iterdir():
+        if path.is_file() and path.name not in left_out:
+            target = folder / path.name
+            with suppress(OSError):  # file systems without links
+                os.link(path, target)
+            if not target.exists():
+                shutil.copy2(path, target)
+
 
 _ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
 _EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; remove this line to keep changes. -->"
@@ -32,17 +160,13 @@ def export(source: str, target: str, dtype: str | None) -> Path:
     An adapter is merged in float32; ``dtype`` None keeps the base's.
     """
     out, folder = Path(target), _with_weights(Path(source))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{target!r} is there and not empty. Give a new folder.")
+    refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:
         config, model, base = _loaded(folder)
         model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
         AutoProcessor.from_pretrained(folder).save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(
-            f"The weights in {str(folder)!r} cannot be exported: {str(error).splitlines()[0].rstrip('.')}. Give a "
-            "folder that `memsafe-rl train` or save_model wrote."
-        ) from error
+        raise refusal("export/failed", folder=str(folder), reason=str(error).splitlines()[0].rstrip(".")) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
 
@@ -52,10 +176,7 @@ def _with_weights(folder: Path) -> Path:
     places = [folder, *reversed(checkpoints(folder))] if folder.is_dir() else []
     found = next((place for place in places if any((place / name).is_file() for name in (_ADAPTER, _CONFIG))), None)
     if found is None:
-        raise ConfigError(
-            f"{str(folder)!r} holds no weights: neither {_ADAPTER} nor {_CONFIG}, nor a checkpoint with one. Give "
-            "a run's output_dir or a checkpoint's folder."
-        )
+        raise refusal("export/weights", folder=str(folder), adapter=_ADAPTER, config=_CONFIG)
     return found
 
 
@@ -69,10 +190,7 @@ def _loaded(folder: Path) -> tuple[Any, Any, str]:
         config = AutoConfig.from_pretrained(base, **places_for(base))
         model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
     except OSError as error:
-        raise ConfigError(
-            f"The adapter in {str(folder)!r} belongs to the base {base!r}, which cannot be loaded here. Run this where "
-            "it can, or write its place as base_model_name_or_path into adapter_config.json."
-        ) from error
+        raise refusal("export/base", folder=str(folder), base=base) from error
     return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
 
 

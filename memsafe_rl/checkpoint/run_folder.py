@@ -18,9 +18,18 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from memsafe_rl.checkpoint import store
-from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
-from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, checkpoints, find_checkpoint, known_run, make_aside, step_of
+from memsafe_rl.checkpoint import refusal, store
+from memsafe_rl.checkpoint.store import (
+    PREFIX,
+    PREVIOUS,
+    RunMark,
+    checkpoints,
+    find_checkpoint,
+    known_run,
+    make_aside,
+    read_manifest,
+    step_of,
+)
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.durable import sync_all
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
@@ -103,11 +112,9 @@ def check_earlier(path: Path, *, overwrite: bool) -> None:
     names = sorted(each.name for each in (*checkpoints(path), *_matching(path, _WEIGHTS)))
     if names and not overwrite:
         shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-        run_id = known_run(path).get("run_id", "unknown")
-        raise ConfigError(
-            f"output_dir is {str(path)!r}, which holds {shown} of an earlier run ({run_id}). {_how_to_go_on(path)}, "
-            f"set another output_dir, or set overwrite_output_dir=True, which moves the earlier run into {PREVIOUS}/."
-        )
+        run_id, way = known_run(path).get("run_id", "unknown"), _how_to_go_on(path)
+        told = f"{shown} of an earlier run ({run_id})"
+        raise refusal("output_dir/earlier", path=str(path), told=told, way=way, previous=PREVIOUS)
 
 
 def check_writable(path: Path) -> None:
@@ -124,11 +131,8 @@ def check_writable(path: Path) -> None:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"output_dir is {str(path)!r}, which cannot be written ({error.args[-1]}). Set output_dir to a folder "
-        "that can be made and written to."
-    )
+def _unwritable(path: Path, error: Exception) -> MemsafeError:
+    return refusal("output_dir/written", path=str(path), reason=error.args[-1])
 
 
 def _lock(path: Path, *, wait_seconds: float = 0) -> BaseFileLock:
@@ -140,10 +144,7 @@ def _lock(path: Path, *, wait_seconds: float = 0) -> BaseFileLock:
     except Timeout as error:
         holder = known_run(path)
         whose = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, run {holder.get('run_id', '?')}"
-        raise ConfigError(
-            f"output_dir is {str(path)!r}, where another run is training ({whose}). Wait for its end, or set another "
-            "output_dir."
-        ) from error
+        raise refusal("output_dir/taken", path=str(path), whose=whose) from error
     except OSError as error:
         raise _unwritable(path, error) from error
     return lock

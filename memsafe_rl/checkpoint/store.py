@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,100 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from memsafe_rl.checkpoint.manifest import LOOP, MANIFEST, RunMark, check_files, read_manifest, write_manifest
-from memsafe_rl.durable import sync, sync_all
-from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
+from memsafe_rl.checkpoint import refusal
+from memsafe_rl.diagnostics.status import versions
+from memsafe_rl.durable import contents, sha256_of, sync, sync_all
+from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError, kind_and_line
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
-from memsafe_rl.records import RUN_FILE, read_json
+from memsafe_rl.records import RUN_FILE, Lineage, read_json
 from memsafe_rl.types import Ragged, Trajectory
 from memsafe_rl.units import format_bytes
 
 logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+LOOP = "loop.json"
+"""Where the run stood, in plain values."""
+FORMAT = 2
+"""Of `loop.json`; 1 held the history and had no manifest beside it."""
+_MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunMark:
+    """Which run, and which of its starts, wrote something."""
+
+    run_id: str = ""  # empty: written by a version without run ids
+    start: int = -1
+    lineage: Lineage = field(default_factory=Lineage)
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """What each line of a log repeats."""
+        return {"run_id": self.run_id, "start": self.start}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """All of it, in values that JSON has a form for."""
+        return {**self.stamp, "lineage": self.lineage.starts}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    mark: RunMark
+    step: int = -1
+    versions: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Mapping[str, Any]] | None = None  # bytes and sha256 by name; None: an earlier version's
+
+
+def write_manifest(folder: Path, mark: RunMark, step: int) -> None:
+    """Describes all files of a folder, in a file that is written last."""
+    files = contents(folder)
+    content = {"format": _MANIFEST_FORMAT, **mark.plain, "step": step, "versions": versions(), "files": files}
+    (folder / MANIFEST).write_text(json.dumps({**content, "seal": _seal(content)}, indent=1))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads what a checkpoint says of itself; checkpoints of earlier versions say nothing."""
+    path = folder / MANIFEST
+    try:
+        if not path.exists():
+            if int((read_json(folder / LOOP) or {}).get("format", 1)) >= FORMAT:
+                raise FileNotFoundError("it is missing")
+            return Manifest(RunMark())
+        content = json.loads(path.read_text())
+        if content.pop("seal") != _seal(content):
+            raise ValueError("its seal does not fit its content")
+        if content["format"] > _MANIFEST_FORMAT:
+            by = dict(content.get("versions", {})).get("memsafe-rl", "unknown")
+            raise refusal("manifest/format", path=str(path), content=content, by=by, known=_MANIFEST_FORMAT)
+        lineage = Lineage(tuple((int(start), int(step)) for start, step in content["lineage"]))
+        mark = RunMark(str(content["run_id"]), int(content["start"]), lineage)
+        return Manifest(mark, int(content["step"]), dict(content["versions"]), dict(content["files"]))
+    except ConfigError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{str(path)!r} is damaged ({type(error).__name__}: {error})") from error
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Compares every file with what was written."""
+    for name, written in (manifest.files or {}).items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{str(path)!r} is missing")
+        if path.stat().st_size != written["bytes"]:
+            sizes = f"{path.stat().st_size:,} bytes; written were {written['bytes']:,}"
+            raise DamagedCheckpointError(f"{str(path)!r} has {sizes}")
+        if sha256_of(path) != written["sha256"]:
+            raise DamagedCheckpointError(f"{str(path)!r} differs from what was written (sha-256)")
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
 
 PREFIX = "checkpoint-"
 PREVIOUS = "previous"
@@ -169,26 +255,23 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
     except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(
-            f"resume_from_checkpoint is {str(folder)!r}, which is damaged ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]}). Delete it and resume from an earlier one."
-        ) from error
+        raise refusal("resume_from_checkpoint/torn", folder=str(folder), told=kind_and_line(error)) from error
 
 
 def save_trajectory(trajectory: Trajectory, folder: Path) -> None:
     """Writes every field of a trajectory into a folder."""
     tensors: dict[str, Tensor] = {}
     index: dict[str, Any] = {}
-    for field in fields(trajectory):
-        value = getattr(trajectory, field.name)
+    for one in fields(trajectory):
+        value = getattr(trajectory, one.name)
         if isinstance(value, Ragged):
-            tensors[field.name] = value.flat.contiguous().cpu()
-            index[field.name] = {"lengths": value.lengths}
+            tensors[one.name] = value.flat.contiguous().cpu()
+            index[one.name] = {"lengths": value.lengths}
         elif isinstance(value, Tensor):
-            tensors[field.name] = value.contiguous().cpu()
-            index[field.name] = {"tensor": True}
+            tensors[one.name] = value.contiguous().cpu()
+            index[one.name] = {"tensor": True}
         else:
-            index[field.name] = {"value": value}
+            index[one.name] = {"value": value}
     save_file(tensors, folder / _TRAJECTORY_TENSORS)
     (folder / _TRAJECTORY_INDEX).write_text(json.dumps(index))
 
@@ -215,8 +298,7 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
 
     ``wanted`` is a folder; True for the newest sound one of the run in `output_dir`; "auto" for that one, or None.
     """
-    if not isinstance(wanted, (bool, str, Path)):
-        raise ConfigError(f"resume_from_checkpoint is {wanted!r}; it must be True, 'auto', or a checkpoint's folder.")
+    refusal.when(not isinstance(wanted, (bool, str, Path)), "resume_from_checkpoint/kind", wanted=wanted)
     if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted))
     folder, why = newest_sound(output_dir)
@@ -249,8 +331,7 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
 def _named(folder: Path) -> Path:
     """Gives a folder that a user named, if it is a sound checkpoint."""
     told = f"resume_from_checkpoint is {str(folder)!r}"
-    if not folder.is_dir():
-        raise ConfigError(f"{told}, which is not a folder. Name a checkpoint folder.")
+    refusal.when(not folder.is_dir(), "resume_from_checkpoint/folder", told=told)
     try:
         if _can_be_resumed(folder):
             return folder
@@ -258,10 +339,7 @@ def _named(folder: Path) -> Path:
         raise DamagedCheckpointError(
             f"{told}, which is damaged: {error}. Delete it and resume from an earlier one."
         ) from error
-    raise ConfigError(
-        f"{told}, which holds no {LOOP} or {_STATE}. Name a folder '{PREFIX}N' written without save_only_model, or "
-        "begin a new run with this one as its model."
-    )
+    raise refusal("resume_from_checkpoint/weights", told=told, loop=LOOP, state=_STATE, prefix=PREFIX)
 
 
 def _can_be_resumed(folder: Path) -> bool:

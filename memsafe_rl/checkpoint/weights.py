@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from memsafe_rl.accounting import host_memory, local_part
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.checkpoint import refusal
+from memsafe_rl.errors import kind_and_line
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.models.module_state import copy_into, tensor_place
@@ -58,11 +59,8 @@ def check_savable(tokenizer: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        told = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
-            f"processing_class is a {type(tokenizer).__name__} whose files cannot be saved ({told}), so no checkpoint "
-            "could be written. Pass another, or set save_strategy='no'."
-        ) from error
+        told = kind_and_line(error)
+        raise refusal("processing_class", kind=type(tokenizer).__name__, told=told) from error
 
 
 def saved_weights(model: Any) -> Weights:
@@ -134,10 +132,7 @@ def read_weights(model: Any, folder: Path) -> None:
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
-        raise ConfigError(
-            f"{str(folder)!r} does not hold the weights of this model ({str(error).splitlines()[0]}). Use the model "
-            "and peft_config it was written with."
-        ) from error
+        raise refusal("weights/model", folder=str(folder), reason=str(error).splitlines()[0]) from error
 
 
 def write_critic(weights: Weights, folder: Path) -> None:
@@ -150,10 +145,7 @@ def read_critic(critic: Critic, folder: Path) -> None:
     try:
         saved = load_file(folder / _CRITIC)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{str(folder)!r} does not hold the weights of a critic ({str(error).splitlines()[0]}). Use a checkpoint "
-            "of PPOTrainer."
-        ) from error
+        raise refusal("weights/critic", folder=str(folder), reason=str(error).splitlines()[0]) from error
     critic.load_weights(saved)
 
 

@@ -6,7 +6,7 @@ import gc
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -14,15 +14,84 @@ from traceback import extract_tb
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from memsafe_rl.cli.arguments import of_a_plan, read_request, require
-from memsafe_rl.cli.teaching import OPTIONS, show_train_help, show_verify_help
-from memsafe_rl.config.values import check_choice
-from memsafe_rl.errors import INTERRUPTED_CODE, ConfigError, MemsafeError, TrainingInterrupted
+from memsafe_rl.cli.arguments import RunFields, of_a_plan, read_request, refusal, require
+from memsafe_rl.config.declaring import Setting, check_choice, grouped
+from memsafe_rl.config.settings import ALGORITHMS, GROUPS, GRPOSettings
+from memsafe_rl.errors import INTERRUPTED_CODE, MemsafeError, TrainingInterrupted, texts_beside
 from memsafe_rl.preflight.cards import read_card
+
+_TEXTS: dict[str, Any] = texts_beside(__file__, "templates/help.yaml")
+EXAMPLE: str = _TEXTS["example"]
+"""A run file."""
+OPTIONS: dict[str, dict[str, Any]] = _TEXTS["options"]
+"""Help, and the name of the value, of each option and argument that `app` declares."""
+
+
+def show_verify_help(console: Console) -> None:
+    """Prints the help of `memsafe-rl verify`."""
+    _begin(console, "verify_usage", "proof")
+    console.print(_panel("Beside the settings of a run", _own_flags()))
+    console.print(_TEXTS["exit_codes"], highlight=False)
+
+
+def show_train_help(console: Console) -> None:
+    """Prints the help of `memsafe-rl train`."""
+    _begin(console, "train_usage", "story")
+    console.print(_panel("Example of a run file", Syntax(EXAMPLE, "yaml", background_color="default", word_wrap=True)))
+    console.print(_panel("What to train, and on what", _table(RunFields.declared.values())))
+    groups = grouped(GRPOSettings)
+    for title in GROUPS:
+        console.print(_panel(title, _table(groups[title])))
+    grpo = GRPOSettings.declared
+    for trainer, settings in ALGORITHMS.items():
+        own = [one for name, one in settings.declared.items() if name not in grpo or one.default != grpo[name].default]
+        if own:
+            told = f"With 'trainer: {trainer.lower()}', in place of what GRPO alone has"
+            console.print(_panel(told, _table(own)))
+    printing = ("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
+    console.print(_panel("Other flags", _own_flags(printing)))
+    console.print("A setting of TRL that is missing here is refused by name, with the reason and the nearest way.")
+
+
+def _begin(console: Console, usage: str, text: str) -> None:
+    console.print(Text.assemble(("Usage: ", "bold"), _TEXTS[usage]), "", sep="\n")
+    console.print(_TEXTS[text], "", sep="\n", highlight=False)
+
+
+def _own_flags(*own: tuple[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for row in (("--simulate SIZE", _TEXTS["simulate"]), *own, ("--help", "Show this.")):
+        table.add_row(*row)
+    return table
+
+
+def _panel(title: str, body: RenderableType) -> Panel:
+    return Panel(Group(body), title=escape(title), title_align="left", border_style="dim")
+
+
+def _table(settings: Iterable[Setting]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style="cyan")
+    table.add_column()
+    for one in settings:
+        text = Text(one.help)
+        if one.default not in (None, ()):
+            text.append(f" [default: {_shown(one.default)}]", style="dim")
+        table.add_row(f"--{one.name.replace('_', '-')}", text)
+    return table
+
+
+def _shown(default: Any) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
 """Exit codes."""
@@ -169,7 +238,7 @@ def verify(words: Words = None, simulate: Simulate = None) -> None:
     with plain_errors():
         request = read_request(words or [])
         require(request)
-        if not command("verify").verify(command("train").prepare(request, simulate), Console()):
+        if not (module := command("train")).verify(module.prepare(request, simulate), Console()):
             raise typer.Exit(DIFFERENT)
 
 
@@ -266,9 +335,7 @@ def doctor(
     with plain_errors():
         words = files or []
         if words and (words[0] != "accelerate" or len(words) != 2):
-            raise ConfigError(
-                f"'doctor {' '.join(words)}' is not a valid command. Write `memsafe-rl doctor accelerate FILE`."
-            )
+            raise refusal("doctor", words=" ".join(words))
         module = command("doctor")
         found = module.examine(words[1] if words else None, config, script, expect or [])
         tell(module, as_json, found)
@@ -319,9 +386,5 @@ def export(
     with plain_errors():
         if dtype is not None:
             check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
-        if not Path(source).is_dir():
-            raise ConfigError(
-                f"{source!r} holds no weights: neither adapter_config.json nor config.json. Give a "
-                "run's output_dir or a checkpoint's folder."
-            )
+        refusal.when(not Path(source).is_dir(), "export", source=source)
         typer.echo(str(command("export", "checkpoint").export(source, target, dtype)))

@@ -9,12 +9,14 @@ from typing import Any, ClassVar, get_args
 
 import yaml
 
-from memsafe_rl.config.declaring import Setting, declare, setting
+from memsafe_rl.config.declaring import Setting, declare, read, setting
 from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.config.settings import DECLARED
-from memsafe_rl.config.values import read
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import DataError, Refusals
 from memsafe_rl.memory.budget import check_budget
+
+refusal, unusable = Refusals(__file__), Refusals(__file__, DataError)
+"""What a run file or a command cannot be, and prompts that cannot be read."""
 
 TRUTH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 FILE_TYPES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -84,7 +86,7 @@ def read_request(tokens: Sequence[str]) -> RunRequest:
     run = {name: _entry(name, value) for name, value in merged.items() if name in RUN_NAMES}
     settings = {name: _DECLARED[name].read(value) for name, value in merged.items() if name not in RUN_NAMES}
     if run.get("critic") is not None and (trainer := run.get("trainer", "grpo")) != "ppo":
-        raise ConfigError(f"critic is {run['critic']!r} with trainer {trainer!r}, which has none. Set trainer to ppo.")
+        raise refusal("critic/trainer", run=run, trainer=trainer)
     if isinstance(peft := run.get("peft"), str):
         lora_rank(peft)
     if settings.get("memory_budget") is not None:
@@ -101,25 +103,23 @@ def _entry(name: str, value: Any) -> Any:
 def lora_rank(word: str) -> int:
     """Reads the rank in ``lora:16``."""
     kind, _, rank = word.partition(":")
-    if kind != "lora" or not (rank or "16").isdigit() or int(rank or 16) == 0:
-        raise ConfigError(f"peft is {word!r}; write 'lora:16', or fields of LoraConfig such as {{'r': 16}}.")
+    refusal.when(kind != "lora" or not (rank or "16").isdigit() or int(rank or 16) == 0, "peft", word=word)
     return int(rank or 16)
 
 
 def check_quantization(given: Any, peft: Any) -> None:
     """Refuses an unknown word, and a quantised base without an adapter."""
-    if isinstance(given, str) and given not in ("4bit", "8bit"):
-        raise ConfigError(f"quantization is {given!r}; write '4bit', '8bit', or fields of BitsAndBytesConfig.")
+    refusal.when(isinstance(given, str) and given not in ("4bit", "8bit"), "quantization/word", given=given)
     if given is not None and peft is None:
         base = {"4bit": "A 4-bit", "8bit": "An 8-bit"}.get(str(given), "A quantised")
-        raise ConfigError(f"{base} base cannot be trained, only an adapter on it. Set peft to one, such as lora:16.")
+        raise refusal("quantization/adapter", base=base)
 
 
 def require(request: RunRequest) -> None:
     """Refuses a request that lacks what every run needs."""
     for name in ("model", "reward_funcs"):
         if not request.run.get(name):
-            raise ConfigError(f"{name} is missing. Write '{name}: ...' in the run file or --{name.replace('_', '-')}.")
+            raise refusal("missing", name=name, flag=name.replace("_", "-"))
     check_quantization(request.run.get("quantization"), request.run.get("peft"))
     _check_files(request)
 
@@ -131,20 +131,18 @@ def _check_files(request: RunRequest) -> None:
         if source is None or (path := Path(source).expanduser()).is_dir():
             continue
         if not path.is_file():
-            raise DataError(f"There is no {name.replace('_', ' ')} {source!r}. Give a file or a folder of prompts.")
+            raise unusable("dataset/file", what=name.replace("_", " "), source=source)
         if path.suffix not in FILE_TYPES:
-            raise DataError(f"{name} is {source!r}; files of prompts end in {', '.join(FILE_TYPES)}. Convert it.")
+            raise unusable("dataset/type", name=name, source=source, known=", ".join(FILE_TYPES))
     resume = request.settings.get("resume_from_checkpoint")
     if resume is not None and resume.lower() not in ("auto", *TRUTH_WORDS) and not Path(resume).is_dir():
-        raise ConfigError(f"resume_from_checkpoint is {resume!r}, which is not a folder. Name a checkpoint folder.")
+        raise refusal("resume_from_checkpoint", resume=resume)
 
 
 def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
     """Gives a request as `plan` takes it; refuses one without a model, or of two minds about its quantization."""
-    if not request.run.get("model"):
-        raise ConfigError("plan needs a model. Write --model Qwen/Qwen3-4B, or a folder with a config.json.")
-    if load_in_4bit and request.run.get("quantization") not in (None, "4bit"):
-        raise ConfigError("--load-in-4bit and quantization contradict each other. Remove one of them.")
+    refusal.when(not request.run.get("model"), "plan/model")
+    refusal.when(load_in_4bit and request.run.get("quantization") not in (None, "4bit"), "plan/quantization")
     _check_files(request)
     request = replace(request, run={**request.run, "quantization": "4bit"}) if load_in_4bit else request
     check_quantization(request.run.get("quantization"), request.run.get("peft"))
@@ -153,18 +151,16 @@ def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
 
 def read_run_file(path: Path) -> dict[str, Any]:
     """Reads a run file."""
-    if not path.is_file():
-        raise ConfigError(f"There is no run file {str(path)!r}. Give the path of a YAML file.")
+    refusal.when(not path.is_file(), "run_file/missing", path=str(path))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: {mark.get_snippet(0).splitlines()[0]!r}"
-        raise ConfigError(f"{path} is not YAML: {error.problem} in {where}. Mend that line.") from None
+        raise refusal("run_file/line", path=path, error=error, where=where) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}. Give a text file.") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {type(content).__name__}, not names and values. Write lines 'name: value'.")
+        raise refusal("run_file/text", path=path, reason=" ".join(str(error).split())) from None
+    refusal.when(not isinstance(content, dict), "run_file/mapping", path=path, kind=type(content).__name__)
     return {str(name).replace("-", "_"): value for name, value in content.items()}
 
 
@@ -176,10 +172,7 @@ class _RunFileLoader(yaml.SafeLoader):
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
             if name in seen and name != "<<":
-                raise ConfigError(
-                    f"{name!r} stands twice in the run file, the second time in line {key.start_mark.line + 1}. "
-                    "Remove one of the two."
-                )
+                raise refusal("run_file/twice", name=name, line=key.start_mark.line + 1)
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -201,7 +194,7 @@ def parse_flags(tokens: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
         elif file is None:
             file = token
         else:
-            raise ConfigError(f"{token!r} stands alone: the run file is {file!r} already. Write settings --name value.")
+            raise refusal("flags/alone", token=token, file=file)
     return file, flags
 
 
@@ -223,6 +216,5 @@ def _flag(word: str, waiting: list[str]) -> tuple[str, Any]:
     values = [waiting.pop(0)] if waiting and not waiting[0].startswith("--") else []
     while name in ("reward_funcs", "reward_weights", "report_to") and waiting and not waiting[0].startswith("--"):
         values.append(waiting.pop(0))
-    if kinds and not values:
-        raise ConfigError(f"--{written} has no value. Write --{written} VALUE.")
+    refusal.when(kinds and not values, "flags/value", written=written)
     return name, values[0] if len(values) == 1 else (values or True)

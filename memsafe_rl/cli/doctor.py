@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from memsafe_rl.cli.arguments import read_request, read_run_file
+from memsafe_rl.cli.arguments import read_request, read_run_file, refusal
 from memsafe_rl.cli.explain_oom import read_log, sizes_of_model
 from memsafe_rl.diagnostics.environment_checks import (
     Environment,
@@ -127,13 +127,12 @@ def _unreadable(run: str) -> tuple[Finding, ...]:
 
 def read_launch_file(path: Path) -> object:
     """Reads a file of accelerate."""
-    if not path.is_file():
-        raise ConfigError(f"There is no file {str(path)!r}. Give the file that accelerate launch --config_file takes.")
+    refusal.when(not path.is_file(), "accelerate/missing", path=str(path))
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}.") from None
+        raise refusal("accelerate/text", path=path, reason=" ".join(str(error).split())) from None
 
 
 def parameters_of(model: str) -> int | None:

@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from memsafe_rl.cli.arguments import read_run_file
+from memsafe_rl.cli.arguments import read_run_file, refusal
 from memsafe_rl.diagnostics.known_tensors import Configuration
 from memsafe_rl.diagnostics.oom_causes import STRANDED_SHARE, Cause, Explanation, explain_message
 from memsafe_rl.diagnostics.oom_messages import OutOfMemoryMessage, find_message
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.units import format_bytes
 
 DTYPES: Mapping[str, tuple[tuple[str, int], ...]] = {
@@ -51,9 +50,7 @@ def read_log(source: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"{source!r} cannot be read: {error.strerror}. Give a file, or - to read standard input."
-        ) from None
+        raise refusal("log/read", source=source, error=error) from None
     # Windows shells write UTF-16 with a byte-order mark; a log emptied while open begins with zeros.
     encoding = "utf-16" if raw.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8"
     return raw.decode(encoding, errors="replace").replace("\x00", "")
@@ -67,10 +64,7 @@ def explain(source: str, config: str | None, dtype: str | None, sizes: Mapping[s
     if message is None:
         lines = log.count("\n") + (not log.endswith("\n"))
         where = "Standard input" if source == "-" else repr(source)
-        raise ConfigError(
-            f"{where} has no out-of-memory message in its {lines if log.strip() else 0:,} lines. Give the whole log, "
-            "or the lines from 'CUDA out of memory. Tried to allocate ...' on."
-        )
+        raise refusal("log/message", where=where, lines=lines if log.strip() else 0)
     return explain_message(message, configuration, log)
 
 
@@ -78,12 +72,12 @@ def _configuration(config: str | None, dtype: str | None, sizes: Mapping[str, in
     given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     for name, value in given.items():
         if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number of 1 or more.")
+            raise refusal("size", name=name.replace("_", "-"), value=value)
     given |= {name: (given[name],) for name in ("batch", "seq_len") if name in given}
     known = Configuration() if config is None else _read_configuration(Path(config))
     if dtype is not None:
         if _SHORT.get(dtype, dtype) not in DTYPES:
-            raise ConfigError(f"--dtype is {dtype!r}; write one of {', '.join((*DTYPES, *_SHORT))}.")
+            raise refusal("dtype", dtype=dtype, known=", ".join((*DTYPES, *_SHORT)))
         given["dtypes"] = DTYPES[_SHORT.get(dtype, dtype)]
     return replace(known, **given)
 
@@ -92,10 +86,7 @@ def _read_configuration(path: Path) -> Configuration:
     if path.is_dir():
         inside = [path / name for name in ("config.json", "adapter_config.json") if (path / name).is_file()]
         inside += sorted(path.glob("*.y*ml"))
-        if not inside:
-            raise ConfigError(
-                f"{path} has no config.json and no run file. Give --vocab, --batch and --seq-len instead."
-            )
+        refusal.when(not inside, "config/folder", path=path)
         path = inside[0]
     if path.suffix in (".yaml", ".yml"):
         return _of_a_run(read_run_file(path))
@@ -108,11 +99,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. Give a run's folder or its config.json.") from None
+        raise refusal("config/read", path=path, error=error) from None
     except ValueError:
-        raise ConfigError(f"{path} is not JSON. Give a run's folder, a run file (.yaml) or a config.json.") from None
+        raise refusal("config/json", path=path) from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}, not a model's config. Give its config.json.")
+        raise refusal("config/kind", path=path, kind=type(content).__name__)
     return content
 
 
@@ -136,11 +127,7 @@ def sizes_of_model(model: str) -> Configuration:
         return _of_a_network(_read_json(file))
     # Built-in configs need transformers, which takes seconds to import.
     known = importlib.import_module("memsafe_rl.preflight.fake.families").known_config(model)
-    if known is None:
-        raise ConfigError(
-            f"The sizes of {model!r} are unknown: it is neither a folder with a config.json nor a built-in name. "
-            "Give --vocab, --hidden, --heads and --layers, or --config with the model's config.json."
-        )
+    refusal.when(known is None, "config/sizes", model=model)
     return _of_a_network(known.to_dict())
 
 

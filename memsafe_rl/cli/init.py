@@ -13,11 +13,10 @@ import typer
 import yaml
 from rich.console import Console
 
-from memsafe_rl.cli.arguments import RUN_NAMES, RunFields, RunRequest, require
+from memsafe_rl.cli.arguments import RUN_NAMES, RunFields, RunRequest, refusal, require
 from memsafe_rl.cli.plan import Findings, longest_text, plan, wish
 from memsafe_rl.cli.train import reward
 from memsafe_rl.config.settings import DECLARED
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.preflight.cards import NamedCard
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.units import format_bytes
@@ -45,14 +44,11 @@ _RATES = {False: 1e-6, True: 1e-5}  # of all weights, and of an adapter
 
 def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -> None:
     """Writes a run file whose run fits a card by its forecast: all weights if they fit, else an adapter."""
-    if output.exists():
-        raise ConfigError(f"{str(output)!r} exists. Remove it, or name another file with --output.")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output is {str(output)!r}, whose folder is not there. Make it, or name another file.")
+    refusal.when(output.exists(), "output/exists", output=str(output))
+    refusal.when(not output.absolute().parent.is_dir(), "output/folder", output=str(output))
     request = _complete(request)
     require(request)
-    if not {"dataset", "dataset_name"} & request.run.keys():
-        raise ConfigError("dataset is missing. Write --dataset FILE, or --dataset-name NAME where a hub is reachable.")
+    refusal.when(not {"dataset", "dataset_name"} & request.run.keys(), "dataset/missing")
     for name in request.run["reward_funcs"]:
         if isinstance(name, str) and ":" not in name:  # a function may still have to be written
             reward(name)
@@ -68,10 +64,7 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
                 console.print(line, soft_wrap=True, highlight=False, markup=False)  # to be copied
             return
     reason = found.sentence().partition(". ")[0]
-    raise ConfigError(
-        f"{request.run['model']} cannot be trained on {format_bytes(card.total_bytes)}; {way} {reason}. Shorten "
-        "max_completion_length, or choose a smaller model or a larger card."
-    )
+    raise refusal("init/card", request=request, card=format_bytes(card.total_bytes), way=way, reason=reason)
 
 
 def _complete(request: RunRequest) -> RunRequest:

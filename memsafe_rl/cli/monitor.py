@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from memsafe_rl.diagnostics.run_figures import PHASES
+from memsafe_rl.cli.arguments import refusal
+from memsafe_rl.diagnostics.run_folder import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.records import read_json
@@ -109,21 +109,15 @@ class View:
 
 def find_run(pid: int | None, run: str | None) -> Path | None:
     """Finds the folder of the requested run."""
-    if pid is not None and run is not None:
-        raise ConfigError("--pid and --run are both given. Give one of them.")
+    refusal.when(pid is not None and run is not None, "monitor/both")
     if pid is not None:
         return _run_of_process(pid)
     if run is None:
         alive = list(runs_alive())
         return alive[0][1] if len(alive) == 1 else None
     folder = Path(run)
-    if not folder.is_dir():
-        raise ConfigError(f"--run is {run!r}, and there is no such folder. Give the run's output_dir.")
-    if read_json(folder / STATUS_FILE) is None:
-        raise ConfigError(
-            f"{run!r} has no readable {STATUS_FILE}, which a run writes from its first step on. Give the output_dir of "
-            "a run of this library, once it has loaded its model."
-        )
+    refusal.when(not folder.is_dir(), "monitor/folder", run=run)
+    refusal.when(read_json(folder / STATUS_FILE) is None, "monitor/status", run=run, file=STATUS_FILE)
     return folder
 
 
@@ -133,11 +127,8 @@ def _run_of_process(pid: int) -> Path:
         return found
     if process_started(pid) is None:
         known = ", ".join(str(number) for number, _ in runs_alive()) or "none"
-        raise ConfigError(f"--pid is {pid}, and there is no such process. Your live runs: {known}.")
-    raise ConfigError(
-        f"Process {pid} has registered no run: it is not a training run of this library, has not loaded its model "
-        "yet, or belongs to another user. Give its output_dir with --run."
-    )
+        raise refusal("monitor/process", pid=pid, known=known)
+    raise refusal("monitor/registered", pid=pid)
 
 
 def look(run_dir: Path | None) -> View:

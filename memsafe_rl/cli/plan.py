@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from memsafe_rl.cli.arguments import RunRequest
+from memsafe_rl.cli.arguments import RunRequest, refusal
 from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
@@ -172,10 +172,7 @@ def _tokenizer(model: str, trust_remote_code: bool) -> Any:
     except ConfigError as error:
         if known_config(model) is None:
             raise
-        raise ConfigError(
-            f"the tokenizer of {model!r} cannot be loaded, so the dataset's prompts have no length. Give a folder that "
-            "has one; `memsafe-rl plan` can do without by --prompt-tokens N, the tokens of the longest prompt."
-        ) from error
+        raise refusal("plan/tokenizer", model=model) from error
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,19 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from memsafe_rl import units
-from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all
-from memsafe_rl.cli.learning import learning_sections
-from memsafe_rl.diagnostics.run_figures import PHASES, column, known, number, phase_peaks, run_figures
-from memsafe_rl.diagnostics.run_folder import Record, RunFolder, read_run
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.cli.arguments import refusal
+from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all, learning_sections
+from memsafe_rl.diagnostics.run_folder import (
+    PHASES,
+    Record,
+    RunFolder,
+    column,
+    known,
+    number,
+    phase_peaks,
+    read_run,
+    run_figures,
+)
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import chat_text, format_bytes
 
@@ -54,9 +62,7 @@ def report(run_dir: str, output: str | None) -> Path:
     try:
         target.write_text(page(folder), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"{str(target)!r} cannot be written: {error.strerror}. Give another file with --output."
-        ) from None
+        raise refusal("report/output", target=str(target), error=error) from None
     return target
 
 

@@ -1,4 +1,4 @@
-"""`memsafe-rl train`: from a request to a trainer, and to a trained model on disk."""
+"""`memsafe-rl train` and `verify`: from a request to a trainer, to a trained model on disk, or to a proved plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -21,17 +21,19 @@ from datasets.exceptions import DatasetsError
 from peft import LoraConfig, PeftModel
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 from transformers import BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable
-from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank
+from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank, refusal, unusable
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.config.values import unknown
+from memsafe_rl.config.declaring import unknown
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.hub import places_for
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.preflight.verify import PlanRun, Verification, verify_plan
 from memsafe_rl.rewards import REWARD_FACTORIES, REWARD_FUNCTIONS, resolve_reward
 from memsafe_rl.trainers.grpo import GRPOTrainer, RLOOTrainer
 from memsafe_rl.trainers.policy_trainer import PolicyTrainer
@@ -70,8 +72,7 @@ def _simulated_bytes(text: str) -> int:
         size = parse_bytes(text)
     except ConfigError as error:
         raise ConfigError(f"--simulate: {error}") from None
-    if size < 1 or text.strip().isdigit():
-        raise ConfigError(f"--simulate is {text!r}; write a size with its unit, such as 2GiB.")
+    refusal.when(size < 1 or text.strip().isdigit(), "simulate", text=text)
     return size
 
 
@@ -143,7 +144,7 @@ def reward(entry: Any) -> Any:
     if isinstance(entry, Mapping):
         ((name, settings),) = entry.items() if len(entry) == 1 else [("", 0)]
         if not isinstance(settings, (Mapping, type(None))):
-            raise ConfigError(f"reward_funcs has {dict(entry)!r}; write one reward a line, as '- name: {{settings}}'.")
+            raise refusal("reward_funcs", entry=dict(entry))
         return resolve_reward(str(name), settings or {})
     name = str(entry)
     if Path(name).is_dir() or "/" in name:
@@ -171,8 +172,7 @@ def quantization(given: Any, *, bf16: bool, sharded: bool = False) -> BitsAndByt
     """Makes the configuration that quantises the base model as it loads; FSDP2 divides what is packed as floats."""
     if given is None:
         return None
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"quantization is {given!r}, which needs bitsandbytes. Install it: pip install bitsandbytes.")
+    refusal.when(importlib.util.find_spec("bitsandbytes") is None, "quantization/bitsandbytes", given=given)
     if isinstance(given, Mapping):
         names = list(inspect.signature(BitsAndBytesConfig).parameters)
         for name in given:
@@ -194,11 +194,9 @@ def quantization(given: Any, *, bf16: bool, sharded: bool = False) -> BitsAndByt
 
 def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
     """Loads the prompts to train on and those to evaluate on."""
-    if (chosen.dataset is None) == (chosen.dataset_name is None):
-        raise ConfigError("Prompts come from one source. Set dataset (a file or folder) or dataset_name, and only one.")
+    refusal.when((chosen.dataset is None) == (chosen.dataset_name is None), "dataset/source")
     source = chosen.dataset or chosen.dataset_name
-    if chosen.dataset is None and Path(str(source)).suffix in FILE_TYPES:
-        raise ConfigError(f"dataset_name is {source!r}, which is a file, not a name on a hub. Set dataset to it.")
+    refusal.when(chosen.dataset is None and Path(str(source)).suffix in FILE_TYPES, "dataset_name", source=source)
     train_dataset = _loaded(source, chosen.dataset_split, chosen)
     if chosen.eval_dataset is not None:
         return train_dataset, _loaded(chosen.eval_dataset, chosen.eval_dataset_split, chosen)
@@ -224,20 +222,16 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
         remedy = "Repair or replace it." if split in (None, "train") else "Correct the split, or repair the dataset."
         if source == chosen.dataset_name:
             remedy = "Check its name and configuration, or give a file or a folder as dataset."
-        raise DataError(f"The dataset {source!r} cannot be read: {reason}. {remedy}") from error
+        raise unusable("dataset/read", source=source, reason=reason, remedy=remedy) from error
 
 
 def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
     if not isinstance(saved, DatasetDict):
-        if split != "train":
-            raise DataError(f"The dataset {source!r} has no splits, but {split!r} is requested. Leave the split out.")
+        unusable.when(split != "train", "dataset/splits", source=source, split=split)
         return saved
     if split not in saved:
         there = ", ".join(map(repr, saved))
-        raise DataError(
-            f"The dataset {source!r} has the splits {there}, but no {split!r}. Set dataset_split, or "
-            "eval_dataset_split, to one of them."
-        )
+        raise unusable("dataset/split", source=source, there=there, split=split)
     return saved[split]
 
 
@@ -274,3 +268,77 @@ def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int
         holders = (f"{name.replace('_', ' ')} {share:.0%}" for share, name in shares if share >= _LEAST_SHARE)
         table.add_row(phase.value, str(len(records)), f"{seconds:.1f}", format_bytes(peak), ", ".join(holders))
     return table
+
+
+_TITLES = {"plain": "plain plan", "halved": "half the plan", "chosen": "chosen plan", "failures": "with two failures"}
+
+_WHOLE_PROCESS = "Bytes are those of the whole process, libraries included; --simulate SIZE counts only tensors."
+
+
+def verify(run: Run, console: Console) -> bool:
+    """Verifies on the run's own model that its plan changes nothing, and prints the comparison."""
+    given = ingredients(run)
+    with device_of(run, console):
+        found = verify_plan(TRAINERS[run.fields.trainer](**given).loop)
+    if run.config.should_log:
+        show_verification(found, console)
+    return found.passed
+
+
+def show_verification(found: Verification, console: Console) -> None:
+    """Prints a table of the three steps, notes, and the verdict."""
+    console.print(comparison(found))
+    own = () if found.exact_bytes else (_WHOLE_PROCESS,)
+    for note in (*found.notes, *own):
+        console.print(note, highlight=False, style="dim")
+    console.print(Text(found.sentence(), style="bold green" if found.passed else "bold red"))
+
+
+def comparison(found: Verification) -> Table:
+    """Lays the three steps side by side."""
+    table = Table(title=f"One probe step of {found.rows} completions", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for arm in found.arms:
+        table.add_column(_TITLES[arm.name], justify="right")
+
+    def row(name: str, cell: Callable[[PlanRun], str], *, ends: bool = False) -> None:
+        table.add_row(name, *(cell(arm) for arm in found.arms), end_section=ends)
+
+    row("rows in flight", lambda arm: f"{min(arm.rollout_plan.rows_in_flight, found.rows):,}")
+    row("micro-batches", lambda arm: f"{arm.micro_batches:,}")
+    row("log-prob tile, tokens", lambda arm: f"{arm.update_plan.logprob_tile:,}")
+    row("activations", _activations)
+    row("trajectory", lambda arm: f"on the {arm.update_plan.trajectory_device}")
+    row("failures recovered from", lambda arm: f"{arm.failures:,}", ends=True)
+    row("sampled tokens equal", _tokens)
+    row("gradient difference", lambda arm: _or_dash(arm.gradient_difference, "{:.1e}".format))
+    row("equal bit for bit", lambda arm: "yes" if arm.same_bits else "no", ends=True)
+    for phase in found.plain.phase_peaks:
+        row(f"peak in {phase}", lambda arm, phase=phase: _or_dash(arm.phase_peaks.get(phase)))  # type: ignore[misc]
+    row("peak" if found.exact_bytes else "peak of the process", lambda arm: format_bytes(arm.peak_bytes))
+    if found.plain.name == "plain":
+        row("saved", lambda arm: _saved(arm, found))
+    row("seconds", lambda arm: f"{arm.seconds:.1f}")
+    return table
+
+
+def _activations(arm: PlanRun) -> str:
+    plan = arm.update_plan
+    return "offloaded" if plan.offload_activations else "recomputed" if plan.checkpointing else "kept"
+
+
+def _tokens(arm: PlanRun) -> str:
+    """Counts the tokens equal to the chosen plan's, and the differing rows that are certified ties."""
+    equal = f"{arm.tokens_equal:,} of {arm.tokens:,}"
+    return f"{equal}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else equal
+
+
+def _or_dash(value: Any, write: Callable[[Any], str] = format_bytes) -> str:
+    return "-" if value is None else write(value)
+
+
+def _saved(arm: PlanRun, found: Verification) -> str:
+    if arm is found.plain:
+        return "-"
+    saved = found.plain.peak_bytes - arm.peak_bytes
+    return f"{format_bytes(saved)} ({saved / found.plain.peak_bytes:.0%})"

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from memsafe_rl.config.declaring import Setting, declare, setting
-from memsafe_rl.config.values import check_band, check_choice, read, unknown
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.config import refusal
+from memsafe_rl.config.declaring import Setting, check_band, check_choice, declare, read, setting, unknown
 
 rule = partial(setting, none="no alarm", positional=True)
 
@@ -47,10 +46,7 @@ def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> Alarm
         if name == "kl":
             check_band(told, value, limit, "nats per token", "[0.02, 0.15]")
     if limits.get("kl") is not None and not has_reference:
-        raise ConfigError(
-            f"alarms has kl={list(limits['kl'])}, but beta is 0, so that there is no reference to measure it to. Set "
-            "beta above 0, or kl_stop for the KL to the model before an update."
-        )
+        raise refusal("alarms/kl", band=list(limits["kl"]))
     return AlarmRules(**limits)
 
 
@@ -76,11 +72,9 @@ def read_kl_stop(given: Any) -> KLStop | None:
     for key in parts:
         if key not in ("target", "unit", "estimator"):
             raise unknown(key, ("target", "unit", "estimator"), "key of kl_stop")
-    if "target" not in parts:
-        raise ConfigError(f"kl_stop is {given!r}, without a target. Set kl_stop={{'target': 0.02}} (nats).")
+    refusal.when("target" not in parts, "kl_stop/target", given=given)
     rule = KLStop(**{**parts, "target": read("kl_stop", parts["target"], float)})
-    if not rule.target > 0:
-        raise ConfigError(f"kl_stop is {rule.target!r}; it must be more than 0 nats. None switches it off.")
+    refusal.when(not rule.target > 0, "kl_stop/bound", rule=rule)
     check_choice("unit of kl_stop", rule.unit, ("token", "sequence"))
     check_choice("estimator of kl_stop", rule.estimator, ("k3", "k1"))
     return rule

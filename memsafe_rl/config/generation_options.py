@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from memsafe_rl.config import refusal
+from memsafe_rl.config.declaring import Range, check_in, read
 from memsafe_rl.config.refusals import REFUSED_OPTIONS, admit
 from memsafe_rl.config.settings import DECLARED
-from memsafe_rl.config.values import Range, check_in, read
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.native.processors import processors_of
 from memsafe_rl.rollout.native.sequences import check_least_tokens, text_stops
 from memsafe_rl.types import SamplingSettings
@@ -46,8 +46,7 @@ def check_generation(config: TrainerConfig) -> None:
     """Checks `generation_kwargs` and what they must fit."""
     given = config.generation_kwargs or {}
     for key, value in given.items():
-        if key not in OPTIONS and key in config.declared:
-            raise ConfigError(f"generation_kwargs has {key}={value!r}, which the loss reads too. Set {key} itself.")
+        refusal.when(key not in OPTIONS and key in config.declared, "generation_kwargs", key=key, value=value)
     check_least_tokens(_drawing_fields(config).get("min_new_tokens", 0), config.max_completion_length)
     stop_strings(given)
     eos_tokens(given, ())
@@ -72,11 +71,7 @@ def sampling_settings(
         **_drawing_fields(config, declared),
     )
     decay = settings.exponential_decay_length_penalty
-    if decay is not None and not settings.eos_token_ids:
-        raise ConfigError(
-            f"exponential_decay_length_penalty is {decay}, which makes an eos likelier, but neither tokenizer nor "
-            "model declares one. Set generation_kwargs['eos_token_id']."
-        )
+    refusal.when(decay is not None and not settings.eos_token_ids, "exponential_decay_length_penalty", decay=decay)
     return settings
 
 
@@ -91,7 +86,7 @@ def stop_strings(given: Mapping[str, Any], declared: Any = None) -> list[str]:
     value = getattr(declared, "stop_strings", None) if asked is None else asked
     strings = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(strings, Iterable) or not all(isinstance(string, str) and string for string in strings):
-        raise ConfigError(f"stop_strings is {value!r}; it must hold strings of at least one character.")
+        raise refusal("stop_strings", value=value)
     return list(strings)
 
 
@@ -128,18 +123,15 @@ def _numbers(kind: type[float], allowed: Range | None, *keys: str) -> dict[str, 
 
 def _tokens(key: str, value: Any) -> tuple[int, ...]:
     listed = [value] if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(listed, (str, Sequence)):
-        raise ConfigError(f"{key} is {value!r}; it must be a whole number or a list of them.")
+    refusal.when(not isinstance(listed, (str, Sequence)), "tokens/kind", key=key, value=value)
     tokens = tuple(read(key, listed, list[int]))
-    if any(token < 0 for token in tokens):
-        raise ConfigError(f"{key} is {value!r}; ids of tokens are at least 0.")
+    refusal.when(any(token < 0 for token in tokens), "tokens/least", key=key, value=value)
     return tokens
 
 
 def _words(key: str, value: Any) -> tuple[tuple[int, ...], ...]:
     words = tuple(_tokens(key, word) for word in read(key, value, list[Any]))
-    if not all(words):
-        raise ConfigError(f"{key} is {value!r}; each word must have at least one token.")
+    refusal.when(not all(words), "words", key=key, value=value)
     return words
 
 
@@ -147,23 +139,17 @@ def _biases(key: str, value: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
     pairs = list(value.items()) if isinstance(value, Mapping) else read(key, value, list[Any])
     for pair in pairs:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], (list, tuple)):
-            raise ConfigError(f"{key} holds {pair!r}; write pairs of ids and a bias, such as [[[12, 7], -2.0]].")
+            raise refusal("sequence_bias/pair", key=key, pair=pair)
     biases = tuple((_words(key, [ids])[0], float(read(key, bias, float))) for ids, bias in pairs)
     for ids, bias in biases:
-        if not bias < math.inf:
-            raise ConfigError(
-                f"{key} adds {bias} to the logit of {list(ids)}; write a finite number, or -inf for a sequence that "
-                "must never occur."
-            )
+        refusal.when(not bias < math.inf, "sequence_bias/finite", key=key, bias=bias, ids=list(ids))
     return biases
 
 
 def _decay(key: str, value: Any) -> tuple[int, float]:
     pair = read(key, value, list[float])
     if len(pair) != 2 or pair[0] < 0 or not float(pair[0]).is_integer() or not 0 < pair[1] < math.inf:
-        raise ConfigError(
-            f"{key} is {value!r}; write the token after which it starts and a finite factor above 0, such as [20, 1.1]."
-        )
+        raise refusal("decay", key=key, value=value)
     return int(pair[0]), float(pair[1])
 
 

@@ -6,9 +6,9 @@ import functools
 import warnings
 from typing import ClassVar
 
+from memsafe_rl.config import refusal
 from memsafe_rl.config.base import TrainerConfig, configuration
 from memsafe_rl.config.settings import GRPOSettings, RLOOSettings
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.advantages import ESTIMATORS
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.merging import MOST_CAGRAD_OBJECTIVES
@@ -85,10 +85,7 @@ class RLOOConfig(RLOOSettings, TrainerConfig):
         """Checks the bounds of rewards."""
         bounds = self.reward_clip_range
         if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
-            raise ConfigError(
-                f"reward_clip_range is {bounds!r}; it must be two numbers, the lower one first. Set "
-                "reward_clip_range=(-1.0, 1.0), or None."
-            )
+            raise refusal("reward_clip_range", bounds=bounds)
 
 
 def _check_objectives(config: GRPOConfig) -> None:
@@ -98,10 +95,7 @@ def _check_objectives(config: GRPOConfig) -> None:
         why, remedy = "without objectives, whose gradients it would merge", ", or set objectives"
         _refuse_changed(config, ("gradient_merge", "cagrad_c"), why, remedy)
     if config.gradient_merge == "cagrad" and len(objectives) > MOST_CAGRAD_OBJECTIVES:
-        raise ConfigError(
-            f"gradient_merge is 'cagrad' with {len(objectives)} objectives; it weighs at most "
-            f"{MOST_CAGRAD_OBJECTIVES}. Join some of them, or set gradient_merge='pcgrad'."
-        )
+        raise refusal("gradient_merge/cagrad", count=len(objectives), most=MOST_CAGRAD_OBJECTIVES)
 
 
 def _check_estimator(config: GRPOConfig) -> None:
@@ -146,14 +140,13 @@ def _check_by_token(config: GRPOConfig) -> None:
 def _check_separable(config: GRPOConfig, why: str) -> None:
     if not LOSSES[config.loss_type].traits.separable:
         fitting = ", ".join(name for name, loss in LOSSES.items() if loss.traits.separable)
-        raise ConfigError(f"loss_type is {config.loss_type!r} {why}. Set one of {fitting}.")
+        raise refusal("loss_type/separable", config=config, why=why, fitting=fitting)
 
 
 def _refuse_changed(config: GRPOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:
     for name in names:
         value = getattr(config, name)
-        if value != config.declared[name].default:
-            raise ConfigError(f"{name} is {value!r} {why}. Leave {name} out{remedy}.")
+        refusal.when(value != config.declared[name].default, "beside", name=name, value=value, why=why, remedy=remedy)
 
 
 @functools.cache

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from memsafe_rl.config.declaring import Setting, declare, setting
-from memsafe_rl.config.values import check_band, unknown
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.config import refusal
+from memsafe_rl.config.declaring import Setting, check_band, declare, setting, unknown
 
 _BOUNDS_SPAN = 10.0  # without bounds, a steered beta stays within this factor of its first value, up or down
 _BANDS = {"kl_band": ("nats per token", "[0.02, 0.06]"), "beta_bounds": ("nats", "[0.01, 1.0]")}
@@ -43,24 +42,18 @@ class Objective:
         return self.beta_bounds or (self.beta / _BOUNDS_SPAN, self.beta * _BOUNDS_SPAN)
 
 
-_EXAMPLE = "objectives={'fairness': {'rewards': ['unbiased'], 'beta': 0.1}, 'truth': {'rewards': ['factual']}}"
-
-
 def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Objective, ...]:
     """Reads the setting `objectives`."""
     if given is None:
         return ()
     if not given:
-        raise ConfigError(f"objectives is {dict(given)!r}, which names none. Write {_EXAMPLE}, or leave it out.")
+        raise refusal("objectives/none", given=dict(given))
     objectives = tuple(_read_objective(name, settings, beta) for name, settings in given.items())
     seen: dict[frozenset[str], str] = {}
     for objective in objectives:
         rewards = frozenset(objective.rewards)
         if rewards in seen:
-            raise ConfigError(
-                f"objectives[{objective.name!r}] has the same rewards as objectives[{seen[rewards]!r}], "
-                f"{list(objective.rewards)}, so that both would learn the same. Join them, or give one other rewards."
-            )
+            raise refusal("objectives/twice", objective=objective, other=seen[rewards], rewards=list(objective.rewards))
         seen[rewards] = objective.name
     return objectives
 
@@ -68,11 +61,10 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
 def _read_objective(name: str, given: Any, beta: float) -> Objective:
     told = f"objectives[{name!r}]"
     if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise ConfigError(f"{told}: a name is text without '/', since metrics carry it. Write {_EXAMPLE}.")
+        raise refusal("objectives/name", told=told)
     if isinstance(given, Objective):
-        raise ConfigError(f"{told} is an {type(given).__name__}; write its settings as a mapping, as in {_EXAMPLE}.")
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{told} is {given!r}; it must be a mapping, as in {_EXAMPLE}.")
+        raise refusal("objectives/object", told=told, kind=type(given).__name__)
+    refusal.when(not isinstance(given, Mapping), "objectives/mapping", told=told, given=given)
     settings: dict[str, Any] = {"beta": beta}
     for key, value in given.items():
         if key not in Objective.declared:
@@ -82,15 +74,10 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
         if key in _BANDS:
             check_band(place, value, part, *_BANDS[key])
         if key == "beta_factors" and (len(part) != 2 or not 0 < part[0] < 1 < part[1] < math.inf):
-            raise ConfigError(f"{place} is {value!r}; it must be [lower, raise] around 1, such as [0.85, 1.15].")
-    if not settings.get("rewards"):
-        raise ConfigError(f"{told} has no reward functions. Name at least one: {told}['rewards']=['...'].")
+            raise refusal("objectives/beta_factors", place=place, value=value)
+    refusal.when(not settings.get("rewards"), "objectives/rewards", told=told)
     twice = [reward for reward, times in Counter(settings["rewards"]).items() if times > 1]
-    if twice:
-        raise ConfigError(
-            f"{told}['rewards'] names {twice[0]!r} more than once, which would count it as often. Name it once, and "
-            "weigh it by reward_weights."
-        )
+    refusal.when(twice, "objectives/reward_twice", told=told, twice=twice)
     objective = Objective(name=name, **settings)
     _check_beta(told, objective)
     return objective
@@ -99,23 +86,13 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
 def _check_beta(told: str, objective: Objective) -> None:
     """Refuses a band for a KL that is not measured, steering without a band, and a beta outside its bounds."""
     if objective.kl_band is not None and objective.beta == 0:
-        raise ConfigError(
-            f"{told}['kl_band'] is {list(objective.kl_band)}, but its beta is 0, so that its KL to the reference is "
-            f"not measured. Set {told}['beta'] above 0, or leave kl_band out."
-        )
+        raise refusal("objectives/kl_band", told=told, kl_band=list(objective.kl_band))
     if not objective.adaptive_beta:
         return
-    if objective.kl_band is None:
-        raise ConfigError(
-            f"{told}['adaptive_beta'] is True without a band to steer to. Set {told}['kl_band'], such as [0.02, 0.06] "
-            "nats per token."
-        )
+    refusal.when(objective.kl_band is None, "objectives/adaptive_beta", told=told)
     low, high = objective.bounds
     if low == 0 or not low <= objective.beta <= high:
-        raise ConfigError(
-            f"{told}['beta_bounds'] is [{low:g}, {high:g}]; it must begin above 0 and hold beta, which is "
-            f"{objective.beta:g}. Move the bounds or beta."
-        )
+        raise refusal("objectives/beta_bounds", told=told, low=low, high=high, objective=objective)
 
 
 def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) -> None:
@@ -127,8 +104,4 @@ def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) ->
     used = {reward for objective in objectives for reward in objective.rewards}
     unused = [name for name in names if name not in used]
     if objectives and unused:
-        raise ConfigError(
-            f"no objective uses the reward function {unused[0]!r}, so the model would not learn from it. Add it to "
-            f"{', '.join(objective.name for objective in objectives)} (with a reward weight of 0 where it is only to "
-            "be logged), or leave it out: of reward_funcs, or of the environment whose reward() it is."
-        )
+        raise refusal("objectives/unused", unused=unused, names=", ".join(objective.name for objective in objectives))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from memsafe_rl.config import refusal
 from memsafe_rl.config.base import TrainerConfig, configuration
 from memsafe_rl.config.settings import PPOSettings
-from memsafe_rl.errors import ConfigError
 
 
 @configuration
@@ -36,17 +36,6 @@ class PPOConfig(PPOSettings, TrainerConfig):
         movers = ("beta", "entropy_coef", "use_adaptive_entropy", "weight_decay")
         moving = [name for name in movers if getattr(self, name)]
         if self.critic_warmup_rollouts and moving:
-            raise ConfigError(
-                f"critic_warmup_rollouts is {self.critic_warmup_rollouts}, but {moving[0]} is "
-                f"{getattr(self, moving[0])}, which moves the policy whatever its advantages. Leave one of the two out."
-            )
-        if self.kl_target is not None and not self.has_reference:
-            raise ConfigError(
-                f"kl_target is {self.kl_target} nats a row, but kl_coef and beta are 0, so that there is nothing to "
-                "steer. Set kl_coef=0.05, or kl_target=None."
-            )
-        if self.dynamic_sampling and self.num_generations < 2:
-            raise ConfigError(
-                f"dynamic_sampling replaces groups of equal rewards, but num_generations is {self.num_generations}: a "
-                "completion alone equals itself. Set num_generations to 2 or more, or dynamic_sampling=False."
-            )
+            raise refusal("critic_warmup_rollouts", config=self, name=moving[0], value=getattr(self, moving[0]))
+        refusal.when(self.kl_target is not None and not self.has_reference, "kl_target", target=self.kl_target)
+        refusal.when(self.dynamic_sampling and self.num_generations < 2, "dynamic_sampling", group=self.num_generations)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from memsafe_rl.config import refusal
+from memsafe_rl.config.declaring import unknown
 from memsafe_rl.config.settings import ALGORITHMS, DECLARED
-from memsafe_rl.config.values import unknown
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import texts_beside
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +47,7 @@ def _read_section(section: Mapping[str, Any]) -> dict[str, Refusal]:
     return refusals
 
 
-_TABLE = yaml.load(
-    Path(__file__).with_name("refused.yaml").read_text(encoding="utf-8"),
-    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-)
+_TABLE = texts_beside(__file__, "refused.yaml")
 REFUSED = _read_section(_TABLE["settings"])
 """Every setting of TRL 1.16's GRPOConfig that is not here (see `ALIASES` too), and some of earlier versions."""
 REFUSED_OPTIONS = _read_section(_TABLE["generation_kwargs"])
@@ -76,23 +71,17 @@ def admit(
             if name in ALIASES and value is None:
                 continue
             if target in kept and kept[target] != value:
-                raise ConfigError(
-                    f"{name} is {value!r}, but {written[target]}, another name of the same {what}, is "
-                    f"{kept[target]!r}. Set one only."
-                )
+                raise refusal("alias", name=name, value=value, other=written[target], what=what, first=kept[target])
             kept[target], written[target] = value, name
         elif target in refused:
-            refusal = refused[target]
-            if not refusal.admits(value) and refusal.taken:
-                logger.warning("%s is %r, which changes nothing here: %s.", target, value, refusal.reason)
-            elif not refusal.admits(value):
-                raise ConfigError(f"{target} is {value!r}, which is refused: {refusal.reason}. {refusal.remedy}")
+            known_refusal = refused[target]
+            if not known_refusal.admits(value) and known_refusal.taken:
+                logger.warning("%s is %r, which changes nothing here: %s.", target, value, known_refusal.reason)
+            elif not known_refusal.admits(value):
+                raise refusal("refused", name=target, value=value, refused=known_refusal)
         elif what == "setting" and target in DECLARED:
             algorithm = next(name for name, settings in ALGORITHMS.items() if target in settings.declared)
-            raise ConfigError(
-                f"{name} is {value!r:.100}, but it is a setting of {algorithm} alone. Use {algorithm}Config with "
-                f"{algorithm}Trainer, or leave {name} out."
-            )
+            raise refusal("algorithm", name=name, value=value, algorithm=algorithm)
         else:
             others = [alias for alias, meant in ALIASES.items() if meant in known]
             raise unknown(name, known, what, also=[*refused, *others])

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from memsafe_rl.config import refusal
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.errors import ConfigError
 
 
 def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
@@ -47,7 +47,4 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     if differing:
         told = "; ".join(f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in differing[:4])
         more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
-        raise ConfigError(
-            f"the checkpoint belongs to another run: {told}{more}. Set it back, or start without "
-            "resume_from_checkpoint."
-        )
+        raise refusal("resume_from_checkpoint", told=told, more=more)

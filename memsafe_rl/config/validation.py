@@ -17,11 +17,11 @@ from transformers.trainer_utils import HubStrategy, IntervalStrategy, SaveStrate
 from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
+from memsafe_rl.config import refusal
+from memsafe_rl.config.declaring import check_choice, read, unknown
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.config.generation_options import check_generation
 from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
-from memsafe_rl.config.values import check_choice, read, unknown
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import check_budget
 from memsafe_rl.ops.advantages import ESTIMATORS
 from memsafe_rl.ops.losses import LOSSES
@@ -75,29 +75,21 @@ def _read_settings(config: TrainerConfig) -> None:
 
 def _fill_batches(config: TrainerConfig) -> None:
     if config.num_generations < config.least_group:
-        raise ConfigError(
-            f"num_generations is {config.num_generations}; advantages compare the completions of one prompt, so "
-            f"that at least {config.least_group} are needed. Set num_generations={max(8, config.least_group)}."
-        )
+        raise refusal("num_generations/least", config=config, enough=max(8, config.least_group))
     batch = config.per_device_train_batch_size * config.world_size
     written = f"per_device_train_batch_size {config.per_device_train_batch_size} x {config.world_size} rank(s)"
     given, steps = config.generation_batch_size, config.steps_per_generation
     accumulation = config.gradient_accumulation_steps
     if steps is None and (given or 0) % batch:
-        raise ConfigError(
-            f"generation_batch_size is {given}, not a multiple of {written} = {batch}. Set "
-            f"generation_batch_size={batch * math.ceil((given or 0) / batch)}."
-        )
+        fitting = batch * math.ceil((given or 0) / batch)
+        raise refusal("generation_batch_size/multiple", given=given, written=written, batch=batch, fitting=fitting)
     if steps is None:
         steps = accumulation if given is None else given // batch
         config.fill("steps_per_generation", steps)
     if given is None:
         config.fill("generation_batch_size", batch * steps)
     elif given != batch * steps:
-        raise ConfigError(
-            f"generation_batch_size is {given}, but {written} x steps_per_generation {steps} = {batch * steps}. Set "
-            "only one of the two."
-        )
+        raise refusal("generation_batch_size/twice", given=given, written=written, steps=steps, product=batch * steps)
     if steps < accumulation and accumulation % steps == 0 and config.num_iterations == 1:
         _say_once(
             f"steps_per_generation is {steps}, and an optimizer step takes {accumulation} batches: its "
@@ -114,25 +106,16 @@ def _check_rollout(config: TrainerConfig, batch: int, steps: int, written: str) 
     whole_groups = group // math.gcd(group, batch)
     fitting = math.lcm(accumulation, whole_groups)
     remedy = f"Set steps_per_generation={fitting * math.ceil(steps / fitting)} (and leave generation_batch_size)."
-    if batch * steps % group:
-        raise ConfigError(
-            f"The generation batch, {written} x steps_per_generation {steps} = {batch * steps} completions, is "
-            f"not a multiple of num_generations {group}. {remedy}"
-        )
-    if steps % accumulation:
-        raise ConfigError(
-            f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {accumulation}: an "
-            f"optimizer step would straddle two rollouts. {remedy}"
-        )
+    if (rows := batch * steps) % group:
+        raise refusal("num_generations/multiple", written=written, steps=steps, rows=rows, group=group, remedy=remedy)
+    refusal.when(steps % accumulation, "steps_per_generation", steps=steps, accumulation=accumulation, remedy=remedy)
 
 
 def _fill_precision(config: TrainerConfig) -> None:
-    if config.fp16 and config.bf16:
-        raise ConfigError("fp16 and bf16 are both True. Set one of them to False.")
+    refusal.when(config.fp16 and config.bf16, "fp16/bf16")
     on_cuda = config.device.type == "cuda"
     supported = on_cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if config.bf16 and on_cuda and not supported:
-        raise ConfigError("bf16 is True, but this CUDA device does not support it. Set fp16=True, bf16=False.")
+    refusal.when(config.bf16 and on_cuda and not supported, "bf16/device")
     if config.bf16 is None:
         config.fill("bf16", supported and not config.fp16)
         if not supported and not config.fp16:
@@ -147,13 +130,10 @@ def _fill_evaluation(config: TrainerConfig) -> None:
     for name in ("eval_steps", "save_steps", "logging_steps"):
         steps = getattr(config, name)
         if steps is not None and steps > 1 and not float(steps).is_integer():
-            raise ConfigError(f"{name} is {steps}; above 1 it must be a whole number of optimizer steps.")
+            raise refusal("steps/whole", name=name, steps=steps)
     for k in config.eval_pass_at or ():
         if not 1 <= k <= config.eval_generations:
-            raise ConfigError(
-                f"eval_pass_at has {k}, but an evaluation draws {config.eval_generations} completion(s) a prompt. "
-                f"Set num_generations_eval={max(1, k)}, or lower k."
-            )
+            raise refusal("eval_pass_at", k=k, config=config, least=max(1, k))
     if config.metric_for_best_model is None and (config.load_best_model_at_end or config.save_strategy == "best"):
         config.fill("metric_for_best_model", "reward")
     if config.metric_for_best_model is not None and config.greater_is_better is None:
@@ -161,8 +141,7 @@ def _fill_evaluation(config: TrainerConfig) -> None:
 
 
 def _fill_rest(config: TrainerConfig) -> None:
-    if config.max_steps == 0:
-        raise ConfigError("max_steps is 0, which TRL reads as all epochs. Give optimizer steps, or -1 for all epochs.")
+    refusal.when(config.max_steps == 0, "max_steps")
     for name, default in (("output_dir", "trainer_output"), ("allow_lossy", ())):
         if getattr(config, name) is None:
             config.fill(name, default)
@@ -189,54 +168,32 @@ def _check_optimizer(config: TrainerConfig) -> None:
         name, equals, value = map(str.strip, argument.partition("="))
         if name not in known or not equals or not value:
             allowed = f"It takes {', '.join(known)}, as 'name=value,name=value'." if known else "It takes none."
-            raise ConfigError(
-                f"optim_args has {argument.strip()!r}, which optim {config.optim.value!r} does not take. {allowed}"  # type: ignore[attr-defined]
-            )
+            raise refusal("optim_args", argument=argument.strip(), config=config, allowed=allowed)
     arguments = dict(config.lr_scheduler_kwargs or {})
     try:  # transformers checks them only when it makes the schedule
         some = torch.optim.SGD([torch.empty(1, device="meta")], lr=1.0)  # a check allocates nothing
         get_scheduler(config.lr_scheduler_type, some, 0, 1, scheduler_specific_kwargs=arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"lr_scheduler_kwargs is {arguments!r}, which lr_scheduler_type {config.lr_scheduler_type.value!r} cannot "  # type: ignore[attr-defined]
-            f"use: {error}. Set what it takes, or another lr_scheduler_type."
-        ) from None
+        raise refusal("lr_scheduler_kwargs", arguments=arguments, config=config, error=error) from None
 
 
 def _check_importance(config: TrainerConfig) -> None:
     rejection, limit = config.sampler_rejection, config.sampler_rejection_limit
-    if (rejection is None) != (limit is None):
-        raise ConfigError(
-            f"sampler_rejection is {rejection!r} with sampler_rejection_limit {limit!r}, and neither works alone. Set "
-            "both, such as sampler_rejection='token_k1' and sampler_rejection_limit=0.7 (nats), or leave both out."
-        )
+    refusal.when((rejection is None) != (limit is None), "sampler_rejection", rejection=rejection, limit=limit)
     low, high = config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max
     if low is not None and high is not None and low >= high:
-        raise ConfigError(
-            f"vllm_importance_sampling_clip_min is {low}, not below vllm_importance_sampling_clip_max {high}. "
-            "Lower the first or raise the second."
-        )
+        raise refusal("vllm_importance_sampling_clip_min", low=low, high=high)
     if low is None and high is None and config.vllm_importance_sampling_mode.endswith("truncate"):
-        raise ConfigError(
-            f"vllm_importance_sampling_mode is {config.vllm_importance_sampling_mode!r}, but it has no bound. "
-            "Set vllm_importance_sampling_clip_max=3.0."
-        )
+        raise refusal("vllm_importance_sampling_mode", config=config)
 
 
 def _check_sharding(config: TrainerConfig) -> None:
     """Refuses what FSDP2 cannot do here, or what has not been proved to learn the same under it."""
     unknown = [word for word in (config.fsdp or "").split() if word not in ("full_shard", "auto_wrap")]
-    if unknown:
-        raise ConfigError(
-            f"fsdp is {config.fsdp!r}, but {unknown[0]!r} is not supported: weights, gradients and optimizer state are "
-            "divided, block by block. Set fsdp='full_shard'."
-        )
+    refusal.when(unknown, "fsdp", config=config, unknown=unknown)
     odd = [name for name, value in (config.fsdp_config or {}).items() if value not in _FSDP_SETTINGS.get(name, ())]
     if odd and config.fsdp:
-        raise ConfigError(
-            f"fsdp_config has {odd[0]}={(config.fsdp_config or {})[odd[0]]!r}, which is not supported: FSDP2 divides "
-            "each block, with every setting as PyTorch has it. Leave it out."
-        )
+        raise refusal("fsdp_config", odd=odd, value=(config.fsdp_config or {})[odd[0]])
     if not config.sharded:
         return
     together = {
@@ -247,21 +204,13 @@ def _check_sharding(config: TrainerConfig) -> None:
         "save_in_background": config.save_in_background is True,
     }
     optim = getattr(config.optim, "value", str(config.optim))
-    if optim not in _ELEMENTWISE:
-        raise ConfigError(
-            f"optim is {optim!r} with fsdp, but what it does to a weight depends on how the weight is cut. Set optim "
-            f"to one of {', '.join(_ELEMENTWISE)}."
-        )
+    refusal.when(optim not in _ELEMENTWISE, "fsdp/optim", optim=optim, known=", ".join(_ELEMENTWISE))
     for name, is_set in together.items():
-        if is_set:
-            raise ConfigError(f"{name} is set with fsdp, under which it does not work yet. Leave one of the two out.")
+        refusal.when(is_set, "fsdp/beside", name=name)
     for name, known in _LAUNCHED_WITH.items():
         value = os.environ.get(name, known[0])
         if value.lower() not in known:
-            raise ConfigError(
-                f"the launcher sets {name}={value!r}, which is not supported: FSDP2 divides each block and keeps its "
-                f"parts on the device. Write {name.lower()}: {known[0]} in accelerate's file."
-            )
+            raise refusal("fsdp/launcher", name=name, value=value, entry=name.lower(), known=known)
 
 
 _ELEMENTWISE = ("adamw_torch_fused", "adamw_torch", "sgd", "adagrad", "rmsprop")
@@ -282,17 +231,14 @@ _FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
 def _check_engine(config: TrainerConfig) -> None:
     if len(config.engines_chosen) > 1:
         names = " and ".join(config.engines_chosen)
-        raise ConfigError(f"{names} are both set. Set one of them, for there is one engine.")
+        raise refusal("engines/both", names=names)
     chosen = [setting for setting, engine in config.engines_chosen.items() if engine != RolloutPlan.engine]
     if config.caches_in_8_bits:
         _check_rounded_cache(config, chosen)
     if not chosen:
         return
     for name in ("verify_plan", "probe_worst_case"):
-        if getattr(config, name):
-            raise ConfigError(
-                f"{name} is True with {chosen[0]}; it looks at the library's own engine. Leave one of the two out."
-            )
+        refusal.when(getattr(config, name), "engines/beside", name=name, chosen=chosen)
     if "vllm_server" in config.engines_chosen.values():
         _check_servers(config)
     if "vllm" in config.engines_chosen.values():
@@ -302,33 +248,17 @@ def _check_engine(config: TrainerConfig) -> None:
 
 def _check_rounded_cache(config: TrainerConfig, engines: Sequence[str]) -> None:
     told = f"cache_implementation is {config.cache_implementation!r}"
-    if engines:
-        raise ConfigError(f"{told} with {engines[0]}, which keeps its own cache. Leave one of the two out.")
-    if config.verify_plan:
-        raise ConfigError(
-            f"{told} with verify_plan, which proves that plans change no token; a cache in 8 bits may, where "
-            "rounding tips a number over. Leave one of the two out."
-        )
-    if config.partial_rollout_tokens is not None:
-        raise ConfigError(
-            f"{told} with partial_rollout_tokens={config.partial_rollout_tokens}, whose completions go on under "
-            "newer weights; only one of these corrections can be made. Leave one of the two out."
-        )
+    refusal.when(engines, "cache_implementation/engine", told=told, engines=engines)
+    refusal.when(config.verify_plan, "cache_implementation/verify_plan", told=told)
+    refusal.when(config.partial_rollout_tokens is not None, "cache_implementation/partial", told=told, config=config)
 
 
 def _check_vllm(config: TrainerConfig) -> None:
     refuse_missing_vllm()
-    if config.world_size > 1:
-        raise ConfigError(
-            f"use_vllm is True in a run of {config.world_size} ranks; vLLM would take over their process group. "
-            "Run one process, or leave use_vllm out."
-        )
+    refusal.when(config.world_size > 1, "use_vllm/ranks", config=config)
     longest = config.vllm_max_model_length
     if longest is not None and longest <= config.max_completion_length:
-        raise ConfigError(
-            f"vllm_max_model_length is {longest}, which leaves no prompt beside max_completion_length "
-            f"{config.max_completion_length}. Raise it to the longest prompt plus {config.max_completion_length}."
-        )
+        raise refusal("vllm_max_model_length", longest=longest, config=config)
 
 
 def _check_servers(config: TrainerConfig) -> None:
@@ -336,58 +266,29 @@ def _check_servers(config: TrainerConfig) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
             shown = "with a name or password" if "@" in url else repr(url)
-            raise ConfigError(
-                f"vllm_server_base_url has the address {shown}. Write http://HOST:PORT, several separated by commas; "
-                f"a server's key belongs in the environment variable {KEY_VARIABLE}."
-            )
-    if config.world_size > 1:
-        raise ConfigError(
-            f"vllm_mode is 'server' in a run of {config.world_size} ranks, each of which would hand its weights over. "
-            "Run one process, or leave use_vllm out."
-        )
-    if config.vllm_enable_sleep_mode:
-        raise ConfigError(
-            "vllm_enable_sleep_mode is True with vllm_mode 'server', whose memory is not this run's. Leave it out."
-        )
+            raise refusal("vllm_server_base_url", shown=shown, variable=KEY_VARIABLE)
+    refusal.when(config.world_size > 1, "vllm_mode/ranks", config=config)
+    refusal.when(config.vllm_enable_sleep_mode, "vllm_enable_sleep_mode")
 
 
 def _check_reference(config: TrainerConfig) -> None:
-    if config.sync_ref_model and not config.has_reference:
-        raise ConfigError(
-            "sync_ref_model is True, but beta is 0, so that there is no reference. "
-            "Set beta above 0 or sync_ref_model=False."
-        )
+    refusal.when(config.sync_ref_model and not config.has_reference, "sync_ref_model")
     if config.use_adaptive_entropy and not config.entropy_coef_min <= config.entropy_coef <= config.entropy_coef_max:
-        raise ConfigError(
-            f"entropy_coef is {config.entropy_coef}, outside entropy_coef_min {config.entropy_coef_min} and "
-            f"entropy_coef_max {config.entropy_coef_max}. Set it between them."
-        )
+        raise refusal("entropy_coef", config=config)
     _ = config.kl_stop_rule, config.alarm_rules
 
 
 def _check_saving(config: TrainerConfig) -> None:
-    if config.save_strategy == "best" and config.eval_strategy == "no":
-        raise ConfigError("save_strategy is 'best', but eval_strategy 'no' finds none. Set eval_strategy='steps'.")
+    refusal.when(config.save_strategy == "best" and config.eval_strategy == "no", "save_strategy")
     if not config.load_best_model_at_end or config.save_strategy == "best":
         return
-    if config.eval_strategy != config.save_strategy:
-        raise ConfigError(
-            f"load_best_model_at_end needs equal strategies, but save_strategy is {config.save_strategy.value!r} "  # type: ignore[attr-defined]
-            f"and eval_strategy {config.eval_strategy.value!r}. Set eval_strategy={config.save_strategy.value!r}."  # type: ignore[attr-defined]
-        )
+    refusal.when(config.eval_strategy != config.save_strategy, "load_best_model_at_end/strategies", config=config)
     if config.eval_strategy == "steps" and not _is_multiple(config.save_steps, config.eval_steps or 0):
-        raise ConfigError(
-            f"load_best_model_at_end needs every checkpoint to be evaluated, but save_steps {config.save_steps} is "
-            f"not a multiple of eval_steps {config.eval_steps}. Set save_steps={config.eval_steps}."
-        )
+        raise refusal("load_best_model_at_end/steps", config=config)
 
 
 def _check_memory(config: TrainerConfig) -> None:
-    if config.batch_invariant and config.compile_mode is not None:
-        raise ConfigError(
-            "batch_invariant=True fixes the tiles of every product, which torch.compile would choose anew. Leave one "
-            "of batch_invariant and torch_compile out."
-        )
+    refusal.when(config.batch_invariant and config.compile_mode is not None, "batch_invariant")
     check_budget(config.memory_budget)
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
@@ -408,8 +309,7 @@ def _check_checkpointing(config: TrainerConfig) -> None:
         if key not in kinds:
             raise unknown(key, kinds, "key of gradient_checkpointing_kwargs")
         found = read(f"{key} of gradient_checkpointing_kwargs", value, kinds[key])
-        if key == "every_n_layers" and found < 1:
-            raise ConfigError(f"every_n_layers of gradient_checkpointing_kwargs is {found}; it must be at least 1.")
+        refusal.when(key == "every_n_layers" and found < 1, "every_n_layers", found=found)
         if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):
             _say_once(f"gradient_checkpointing_kwargs has {key}={found!r}, which changes nothing here: {instead[key]}.")
 

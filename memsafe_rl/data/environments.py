@@ -12,14 +12,22 @@ from datasets import Dataset
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
 from memsafe_rl.data.prompts import Prompts
-from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.ops.losses import LOSSES
-from memsafe_rl.rollout.multi_turn.calls import Call, Caller
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
-from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, EpisodeBatch, EpisodeSettings, UserDraw, begin
+from memsafe_rl.rollout.multi_turn.lockstep import (
+    AgentDraw,
+    Beginning,
+    Call,
+    Caller,
+    EpisodeBatch,
+    EpisodeSettings,
+    UserDraw,
+    begin,
+)
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Tool
 from memsafe_rl.rollout.multi_turn.tools import MethodEnvironment, ToolEnvironment, listed_tools, tool_schemas
 from memsafe_rl.types import Completion, SequenceKey
@@ -77,11 +85,7 @@ class EnvironmentPool:
     def __init__(
         self, config: TrainerConfig, tokenizer: Any, tools: Sequence[Tool] | None, environment_factory: Any
     ) -> None:
-        if config.partial_rollout_tokens is not None:
-            raise ConfigError(
-                f"partial_rollout_tokens is {config.partial_rollout_tokens} with tools or environments, whose episodes "
-                "are played to their ends. Leave one of the two out."
-            )
+        refusal.when(config.partial_rollout_tokens is not None, "partial_rollout_tokens", config=config)
         self._config = config
         self._tokenizer = tokenizer
         self.caller = Caller()
@@ -107,11 +111,7 @@ class EnvironmentPool:
         own = None if tokenizers is None else _listed(tokenizers)
         if weights is not None and len(weights) == len(listed):
             weights = [*weights, *(1.0 for _ in self.rewards)]
-        if not listed and not self.rewards:
-            raise ConfigError(
-                "There is no reward: reward_funcs is empty, and no environment has `reward` (or `get_reward` in TRL's "
-                "form). Give one of the two."
-            )
+        refusal.when(not listed and not self.rewards, "reward_funcs")
         return [*listed, *self.rewards], None if own is None else [*own, *(None for _ in self.rewards)], weights
 
     def begin(
@@ -171,12 +171,7 @@ class EnvironmentPool:
 
     def _environment(self, example: dict[str, Any]) -> Environment:
         name = example.pop("environment", None) if self.named else None
-        if name not in self._pools:
-            raise DataError(
-                f"an example has environment={name!r}, but environment_factory has "
-                f"{', '.join(map(repr, self._pools))}. Give every example the name of one of them in the "
-                "column 'environment'."
-            )
+        unusable.when(name not in self._pools, "environment/name", name=name, pools=", ".join(map(repr, self._pools)))
         return self._pools[name].take()
 
     def _check_loss(self) -> None:
@@ -184,13 +179,7 @@ class EnvironmentPool:
         traits = LOSSES[settings.loss_type].traits
         if traits.adds_up_over_parts and settings.importance_sampling_level == "token":
             return
-        raise ConfigError(
-            "An episode became several sequences, for the chat template changes what was said before once more is said "
-            f"(templates that drop earlier thinking do). loss_type {settings.loss_type!r} with "
-            f"importance_sampling_level {settings.importance_sampling_level!r} would count each as a completion of its "
-            "own. Set loss_type='dapo' and importance_sampling_level='token', or set processing_class.chat_template to "
-            "one that keeps what was said."
-        )
+        raise refusal("loss_type/sequences", settings=settings)
 
 
 PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
@@ -202,15 +191,8 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
     if not stage.has_environments or (evaluates and dataset is None):
         return dataset
     if dataset is None:
-        if stage.named:
-            raise ConfigError(
-                "environment_factory is a mapping and train_dataset is None, but a mapping requires a `train_dataset` "
-                "whose column 'environment' names the one that plays each example. Pass both, or one environment."
-            )
-        if config.max_steps <= 0:
-            raise ConfigError(
-                "max_steps is -1 but there is no train_dataset: environments give tasks without end. Set max_steps."
-            )
+        refusal.when(stage.named, "environment_factory/dataset")
+        refusal.when(config.max_steps <= 0, "max_steps")
         return Dataset.from_dict({"prompt": [PLACEHOLDER] * config.prompts_per_rollout})
     if isinstance(dataset, Mapping):
         return {name: with_prompts(config, part, stage) for name, part in dataset.items()}
@@ -251,16 +233,12 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _check_factories(factories: Mapping[Any, Any], *, named: bool) -> None:
-    if not factories:
-        raise ConfigError("environment_factory is an empty mapping. Give it an environment's class by name.")
+    refusal.when(not factories, "environment_factory/empty")
     for name, make in factories.items():
         if callable(make) or (make is None and not named):
             continue
         place = f"environment_factory[{name!r}]" if named else "environment_factory"
-        raise ConfigError(
-            f"{place} is {make!r:.100}, which cannot be called: it is of the type {type(make).__name__}. Give the "
-            "environment's class, or a function that makes a new instance at every call."
-        )
+        raise refusal("environment_factory/call", place=place, make=make, kind=type(make).__name__)
 
 
 def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[], Environment]:
@@ -268,11 +246,7 @@ def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[
         instance = None if make is None else make()
         if not isinstance(instance, Environment):
             return ToolEnvironment(tools) if make is None else MethodEnvironment(instance, tools)
-        if tools:
-            raise ConfigError(
-                f"tools are given beside {type(instance).__name__}, which answers tool calls itself. Add them to its "
-                "`tools`, and call them in its `step`."
-            )
+        refusal.when(tools, "tools/environment", kind=type(instance).__name__)
         return instance
 
     return made

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import DataError
+from memsafe_rl.data import unusable
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.rollout.multi_turn.episode import Segment
 from memsafe_rl.types import Completion, ModelGeometry
@@ -44,16 +44,15 @@ class ExternalRollout:
 def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> ExternalRollout:
     """Reads what a `rollout_func` returned."""
     if not isinstance(output, Mapping):
-        raise DataError(f"rollout_func returned {type(output).__name__}. Return a dict with {', '.join(_NEEDED)}.")
+        raise unusable("rollout_func/dict", kind=type(output).__name__, needed=", ".join(_NEEDED))
     extra = dict(output)
     missing = sorted(set(_NEEDED) - extra.keys())
-    if missing:
-        raise DataError(f"rollout_func returned no {missing}. It must return them, one entry a prompt.")
+    unusable.when(missing, "rollout_func/missing", missing=missing)
     prompts, completions, logprobs = (extra.pop(name) for name in _NEEDED)
     masks = extra.pop("env_mask", None)
     for name, values in zip((*_NEEDED, "env_mask"), (prompts, completions, logprobs, masks), strict=True):
         if values is not None and len(values) != rows:
-            raise DataError(f"rollout_func returned {len(values)} {name} for {rows} prompts. Return one entry each.")
+            raise unusable("rollout_func/count", count=len(values), name=name, rows=rows)
     ids = [_ids("completion_ids", row, tokens, vocab_size) for row, tokens in enumerate(completions)]
     scores = [_logprobs(row, None if logprobs is None else logprobs[row], len(ids[row])) for row in range(rows)]
     drawn = [
@@ -75,10 +74,8 @@ def check_contexts(given: ExternalRollout, readers: Mapping[str, ModelGeometry])
         for row, (prompt, completion) in enumerate(zip(given.conditions, given.completions, strict=True)):
             room = geometry.room_for_prompt(len(completion.ids))
             if room is not None and (room <= 0 or len(prompt) > room):
-                raise DataError(
-                    f"rollout_func's row {row} has a prompt of {len(prompt)} and a completion of {len(completion.ids)} "
-                    f"tokens, but the {whose}'s context is {geometry.max_positions} tokens. Return shorter rows."
-                )
+                lengths = f"a prompt of {len(prompt)} and a completion of {len(completion.ids)} tokens"
+                raise unusable("rollout_func/context", row=row, lengths=lengths, whose=whose, geometry=geometry)
 
 
 def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
@@ -87,41 +84,26 @@ def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise DataError(f"rollout_func's {name}[{row}] is no list of token ids: {tokens!r}.") from None
+        raise unusable("rollout_func/ids", name=name, row=row, tokens=tokens) from None
     if ids.ndim != 1 or len(ids) == 0 or ids.is_floating_point():
-        raise DataError(
-            f"rollout_func's {name}[{row}] must be a list of at least one token id (for an empty completion, the eos "
-            f"token); it has shape {tuple(ids.shape)} and type {ids.dtype}."
-        )
+        raise unusable("rollout_func/token", name=name, row=row, shape=tuple(ids.shape), ids=ids)
     if (outside := ids[(ids < 0) | (ids >= vocab_size)]).numel():
-        raise DataError(
-            f"rollout_func's {name}[{row}] holds the id {int(outside[0])}; ids lie from 0 to {vocab_size - 1}. Use the "
-            "tokenizer of this model."
-        )
+        raise unusable("rollout_func/vocabulary", name=name, row=row, id=int(outside[0]), last=vocab_size - 1)
     return ids.to(dtype=torch.int64, device="cpu")
 
 
 def _logprobs(row: int, values: Sequence[float | None] | None, length: int) -> Tensor:
     known = [None] * length if values is None else list(values)
     if len(known) != length or any(isinstance(value, (list, tuple)) for value in known):
-        raise DataError(
-            f"rollout_func's logprobs[{row}] must hold one number (or None) for each of {length} tokens; it has "
-            f"{len(known)} entries, such as {known[:1]}."
-        )
+        raise unusable("rollout_func/logprobs", row=row, length=length, count=len(known), first=known[:1])
     for place, value in enumerate(known):
         if value is not None and not -math.inf < float(value) <= _ROUNDING:
-            raise DataError(
-                f"rollout_func's logprobs[{row}][{place}] is {float(value)}; a token that was drawn has a finite "
-                "log-prob of at most 0, in nats. Return it as the sampler gave it, or None where it is not known."
-            )
+            raise unusable("rollout_func/logprob", row=row, place=place, value=float(value))
     return torch.tensor([math.nan if value is None else float(value) for value in known], dtype=torch.float32)
 
 
 def _mask(row: int, values: Sequence[int], length: int) -> Tensor:
     entries = [float(value) for value in values]
     if len(entries) != length or any(value not in (0.0, 1.0) for value in entries):
-        raise DataError(
-            f"rollout_func's env_mask[{row}] must hold 0 or 1 for each of {length} tokens; it has {len(entries)} "
-            f"entries: {entries[:8]}."
-        )
+        raise unusable("rollout_func/env_mask", row=row, length=length, count=len(entries), first=entries[:8])
     return torch.tensor(entries, dtype=torch.uint8)

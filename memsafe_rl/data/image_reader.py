@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
+from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.prompts import (
     COLUMNS,
     PromptReader,
@@ -22,7 +23,6 @@ from memsafe_rl.data.prompts import (
     with_image_parts,
     within_limit,
 )
-from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
 
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, SyntaxError)
@@ -91,24 +91,18 @@ class ImagePromptReader(PromptReader):
     def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""
         if row.count(self._placeholder) != len(sizes):
-            raise DataError(
-                f"the chat template writes {row.count(self._placeholder)} image token(s) into a prompt of "
-                f"{len(sizes)} image(s). Write no image tokens into texts, and use the processor's own template."
-            )
+            raise unusable("images/template", found=row.count(self._placeholder), count=len(sizes))
         if not sizes:
             return row
         merged = self._image_processor.merge_size**2
         try:
             patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
         except ValueError as error:  # such as a strip two hundred times as long as wide
-            raise DataError(f"an image of (height, width) among {list(sizes)} cannot be read: {error}.") from error
+            raise unusable("images/sizes", sizes=list(sizes), error=error) from error
         counts = iter([count // merged for count in patches])
         tokens = [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
         if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
-            raise DataError(
-                f"a prompt with images has {len(tokens)} tokens, more than {self.limit}, {self.why_limited}, and to "
-                "truncate it would cut an image. Set overlong_prompts to 'filter', or raise that limit."
-            )
+            raise unusable("images/truncate", count=len(tokens), limit=self.limit, why=self.why_limited)
         return tokens
 
     def _pixels(self, prompt: Any) -> tuple[Tensor, Tensor]:
@@ -116,7 +110,7 @@ class ImagePromptReader(PromptReader):
         try:
             read = self._image_processor(images=list(images_in(prompt)), return_tensors="pt")
         except UNREADABLE as error:
-            raise DataError(f"an image of prompt {hollow(prompt)!r:.200} cannot be read ({error}).") from error
+            raise unusable("images/pixels", prompt=hollow(prompt), error=error) from error
         return read["pixel_values"], read["image_grid_thw"]
 
 
@@ -144,7 +138,7 @@ def _open(image: Any) -> Iterator[Any]:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ConfigError("Prompts with images need Pillow: pip install 'memsafe-rl[images]'.") from error
+        raise refusal("images/pillow") from error
     try:
         if isinstance(image, Image.Image):
             yield image
@@ -158,4 +152,4 @@ def _open(image: Any) -> Iterator[Any]:
         with Image.open(BytesIO(stored) if isinstance(stored, bytes) else stored) as found:
             yield found
     except (*UNREADABLE, LookupError) as error:
-        raise DataError(f"image {image!r:.200} cannot be read ({error}). Mend it, or remove its row.") from error
+        raise unusable("images/read", image=image, error=error) from error

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
+from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout.multi_turn.chat import check_template
 from memsafe_rl.slices import prompt_order
@@ -25,11 +26,6 @@ COLUMNS = ("image", "images")
 
 _TOKENIZE_BATCH = 512
 _SHOW_PROGRESS_FROM = 20_000  # prompts whose tokenization takes over two seconds
-
-_TEXT_ALONE = (
-    "Images are read by Qwen2-VL and Qwen2.5-VL with their processor as processing_class (docs/images.md); here "
-    "prompts are text alone."
-)
 
 _SAID = {"content", "tool_calls", "reasoning_content", "thinking"}
 """Of which a message has one at least."""
@@ -64,11 +60,7 @@ class IndexedPrompts:
     ) -> None:
         self._examples = examples
         self._keep = list(range(len(examples))) if keep is None else list(keep)
-        if len(self._keep) < batch:
-            raise DataError(
-                f"train_dataset has {len(self._keep)} usable prompts but one rollout takes {batch}. Add prompts, or "
-                "lower per_device_train_batch_size or gradient_accumulation_steps, or raise num_generations."
-            )
+        unusable.when(len(self._keep) < batch, "train_dataset/few", count=len(self._keep), batch=batch)
         self.prompts_per_epoch = len(self._keep) // batch * batch
         self._seed = seed
         self._shuffle = shuffle
@@ -81,7 +73,7 @@ class IndexedPrompts:
             try:
                 taken.append(self._examples[index])
             except (OSError, SyntaxError) as error:  # how an image that cannot be read complains
-                raise DataError(f"train_dataset[{index}] cannot be read ({error}). Mend or remove that row.") from error
+                raise unusable("train_dataset/read", index=index, error=error) from error
         return taken
 
     def _index(self, position: int) -> int:
@@ -117,8 +109,7 @@ class StreamedPrompts:
             for example in self._examples:
                 empty = False
                 yield dict(example)
-            if empty:
-                raise DataError("train_dataset yields no examples. Pass a dataset with a 'prompt' column.")
+            unusable.when(empty, "train_dataset/empty")
 
 
 @dataclass(frozen=True)
@@ -225,14 +216,10 @@ class PromptTokenizer(PromptReader):
         return [list(row) for row in ids]
 
     def _check_tokens(self, prompt: Any, row: Sequence[int]) -> None:
-        if not row:
-            raise DataError(f"prompt {prompt!r:.100} has no tokens. Remove empty prompts from the dataset.")
+        unusable.when(not row, "prompt/empty", prompt=prompt)
         stray = min(row) if min(row) < 0 else max(row)
         if self.vocab_size is not None and not 0 <= stray < self.vocab_size:
-            raise DataError(
-                f"prompt {prompt!r:.100} has token id {stray}, but the model knows {self.vocab_size} tokens."
-                " Pass the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
-            )
+            raise unusable("prompt/vocabulary", prompt=prompt, stray=stray, known=self.vocab_size)
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
         """Tokenizes the prompts of some examples."""
@@ -250,10 +237,7 @@ class PromptTokenizer(PromptReader):
             return list(self.tokenizer.apply_chat_template(list(prompts), **how)["input_ids"])
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             if len(prompts) == 1:
-                raise DataError(
-                    f"the chat template cannot render prompt {prompts[0]!r:.300} ({error}). Give every message a "
-                    "'role' and a text 'content', and chat_template_kwargs what the template asks for."
-                ) from error
+                raise unusable("prompt/template", prompts=prompts, error=error) from error
             rows = []
             for place, prompt in enumerate(prompts):
                 with _at(place):
@@ -276,53 +260,38 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
     if isinstance(dataset, (list, tuple)):
         dataset = _from_rows(dataset, name)
     if isinstance(dataset, Mapping):
-        splits = ", ".join(repr(str(split)) for split in dataset)
-        raise DataError(
-            f"{name} is a {type(dataset).__name__} of {splits or 'nothing'}. Pass one of its datasets, such as "
-            f"{name}=data[{str(next(iter(dataset), 'train'))!r}]."
-        )
+        splits, first = ", ".join(repr(str(split)) for split in dataset), str(next(iter(dataset), "train"))
+        form = type(dataset).__name__
+        raise unusable("dataset/splits", name=name, kind=form, splits=splits or "nothing", first=first)
     if not isinstance(dataset, (Dataset, IterableDataset)):
-        raise DataError(
-            f"{name} is {dataset!r:.100} ({type(dataset).__name__}). Pass a datasets.Dataset or IterableDataset with a "
-            "'prompt' column, or a list of dicts with that key."
-        )
+        raise unusable("dataset/kind", name=name, dataset=dataset, kind=type(dataset).__name__)
     if "input_ids" in (names := dataset.column_names or ()) and "prompt" not in names:
         dataset = dataset.rename_column("input_ids", "prompt")  # prompts that are tokens already, as for TRL's PPO
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
         kind = getattr(feature, "feature", feature)
         if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
-            raise DataError(
-                f"{name} has a column {column!r} of images. {_TEXT_ALONE} Or remove the column with "
-                f"{name}.remove_columns({column!r}), if the prompts do without it."
-            )
+            raise unusable("dataset/images", name=name, column=column)
     return dataset
 
 
 def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"{name}[{index}] is {row!r:.100} ({type(row).__name__}). Write each example as a dict with the key "
-                "'prompt'."
-            )
+            raise unusable("dataset/row", name=name, index=index, row=row, kind=type(row).__name__)
         if row.keys() != rows[0].keys():
-            raise DataError(
-                f"{name}[{index}] has the keys {sorted(map(str, row))} and {name}[0] has "
-                f"{sorted(map(str, rows[0]))}. Give every example the same keys."
-            )
+            own, first = sorted(map(str, row)), sorted(map(str, rows[0]))
+            raise unusable("dataset/keys", name=name, index=index, own=own, first=first)
     try:
         return Dataset.from_list([dict(row) for row in rows])
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(
-            f"{name} is a list whose values differ in kind ({reason}). Give a key one kind of value."
-        ) from (error)
+        raise unusable("dataset/values", name=name, reason=reason) from error
 
 
 def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
     """Gives an example's prompt."""
     if "prompt" not in example:
-        raise DataError(f"{whose} has the columns {sorted(example)} but no 'prompt'. Rename or add that column.")
+        raise unusable("dataset/prompt", whose=whose, columns=sorted(example))
     images = images_of(example)
     return with_images(example["prompt"], images) if images else example["prompt"]
 
@@ -341,8 +310,7 @@ def prompt_batches(dataset: Any, columns: Sequence[str], size: int = _TOKENIZE_B
 
 def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, name: str = "train_dataset") -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded."""
-    if len(examples) == 0:
-        raise DataError(f"{name} is empty. Pass at least one example with a 'prompt' column.")
+    unusable.when(len(examples) == 0, "dataset/none", name=name)
     prompt_of(dict.fromkeys(examples.column_names), name)
     lengths: list[int] = []
     batches: Iterable[list[Any]] = prompt_batches(examples, tokenizer.columns)
@@ -409,37 +377,24 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
     """Refuses what is neither text nor messages nor tokens, or is another of these than the first prompt."""
     if _is_tokens(prompt) and prompt and _is_tokens(first):
         return
-    if not isinstance(prompt, str) and not is_chat(prompt):
-        raise DataError(
-            f"prompt {prompt!r:.100} is neither text nor a list of messages with 'role' and 'content'. Make it one."
-        )
+    unusable.when(not isinstance(prompt, str) and not is_chat(prompt), "prompt/kind", prompt=prompt)
     _check_alike(prompt, first)
     if isinstance(prompt, str):
         return
-    if not prompt:
-        raise DataError("prompt [] is a conversation without messages. Remove empty prompts from the dataset.")
+    unusable.when(not prompt, "prompt/chat")
     for place, turn in enumerate(prompt):
         _check_message(place, turn)
-    if not shows_images and any(map(_shows_image, prompt)):
-        raise DataError(f"prompt {prompt!r:.100} holds an image. {_TEXT_ALONE}")
+    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt)
 
 
 def _check_alike(prompt: Any, first: Any) -> None:
-    if isinstance(prompt, str) != isinstance(first, str):
-        raise DataError(
-            f"prompt {prompt!r:.100} is not of the same kind as the first one. Use text or messages for all."
-        )
+    unusable.when(isinstance(prompt, str) != isinstance(first, str), "prompt/alike", prompt=prompt)
 
 
 def _check_message(place: int, turn: Mapping[str, Any]) -> None:
     known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
-    if not isinstance(turn.get("role"), str):
-        raise DataError(f"message {place} is {known!r:.200}, without a 'role'. Give it one, such as 'user'.")
-    if not known.keys() & _SAID:
-        raise DataError(
-            f"message {place} is {known!r:.200}, without a 'content'. Give it a text; only a message with "
-            "'tool_calls' does without."
-        )
+    unusable.when(not isinstance(turn.get("role"), str), "message/role", place=place, known=known)
+    unusable.when(not known.keys() & _SAID, "message/content", place=place, known=known)
 
 
 def _shows_image(turn: Mapping[str, Any]) -> bool:
@@ -460,21 +415,13 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 
 def with_images(prompt: Any, images: Sequence[Any]) -> Any:
     """Puts images into the messages of a prompt: into their placeholders, else before the first text of the user."""
-    if not is_chat(prompt):
-        raise DataError(
-            f"prompt {prompt!r:.100} has {len(images)} image(s) but is no conversation. Write it as messages with "
-            "'role' and 'content'."
-        )
+    unusable.when(not is_chat(prompt), "images/chat", prompt=prompt, count=len(images))
     turns = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
     if not any(_waits(part) for turn in turns for part in turn["content"]):
         first = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
         first["content"] = [{"type": "image"} for _ in images] + first["content"]
     waiting = sum(_waits(part) for turn in turns for part in turn["content"])
-    if waiting != len(images):
-        raise DataError(
-            f"prompt {prompt!r:.200} has {waiting} image placeholder(s) and its row {len(images)} image(s). Give as "
-            "many {'type': 'image'} parts as images, or none."
-        )
+    unusable.when(waiting != len(images), "images/placeholders", prompt=prompt, waiting=waiting, count=len(images))
     queue = iter(images)
     for turn in turns:
         turn["content"] = [{**part, "image": next(queue)} if _waits(part) else part for part in turn["content"]]

@@ -10,14 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import yaml
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, texts_beside
 from memsafe_rl.memory.runtime.cards import Card
 from memsafe_rl.units import format_bytes, parse_bytes
 
@@ -71,10 +69,7 @@ class Finding:
     remedy: str
 
 
-_TEXTS: Mapping[str, Mapping[str, str]] = yaml.load(
-    Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"),
-    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-)
+_TEXTS: Mapping[str, Mapping[str, str]] = texts_beside(__file__, "findings.yaml")
 
 
 def finding(case: str, /, **values: object) -> Finding:

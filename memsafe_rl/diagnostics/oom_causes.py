@@ -6,10 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TypeVar
-
-import yaml
 
 from memsafe_rl.diagnostics.known_tensors import (
     Configuration,
@@ -21,6 +18,7 @@ from memsafe_rl.diagnostics.known_tensors import (
     span_of,
 )
 from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, Place, Printed
+from memsafe_rl.errors import texts_beside
 from memsafe_rl.units import format_bytes
 
 STRANDED_SHARE = 0.15
@@ -267,10 +265,7 @@ def _full(message: OutOfMemoryMessage) -> Iterator[Reason]:
         yield _because(Cause.FULL, case="FULL_AND_MOVED" if share > 1 else "FULL", held=held, of=of, share=share)
 
 
-_TABLE = yaml.load(
-    Path(__file__).with_name("remedies.yaml").read_text(encoding="utf-8"),
-    Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-)
+_TABLE = texts_beside(__file__, "remedies.yaml")
 _Key = TypeVar("_Key", bound=StrEnum)
 _REMEDIES = {name: Remedy(**texts) for name, texts in _TABLE["remedies"].items()}
 

@@ -1,4 +1,4 @@
-"""Reads a run's folder: settings, steps, logs, memory events, completions, and its final status."""
+"""A run's folder, read: settings, steps, logs, memory events and completions; and the run in a few figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,113 @@ from typing import Any
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STATUS_FILE, STEPS_FILE
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.records import RUN_FILE, read_json, read_lines
+
+PHASES = ("load", "rollout", "reward", "score", "update", "optimizer", "evaluate", "checkpoint")
+"""The values of `memsafe_rl.types.Phase`, whose import would take seconds."""
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """A run in a few figures; None where unknown."""
+
+    steps: int
+    seconds: float
+    peak_bytes: int | None
+    peak_phase: str | None
+    budget_bytes: int | None  # what the run was allowed
+    forecast_bytes: int | None  # peak forecast before the run
+    failures: int
+    leaner_plans: int  # switches to a leaner plan
+    seconds_lost: float  # time spent on work that then failed
+    samples: int | None
+    samples_per_second: float | None  # over the time of all steps
+    tokens_per_second: float | None  # prompts and completions, over the time of all steps
+    first_reward: float | None  # mean reward of the first rollout
+    last_reward: float | None  # mean reward of the last rollout
+
+    @property
+    def budget_share(self) -> float | None:
+        """The peak over the budget."""
+        if not self.budget_bytes or self.peak_bytes is None:
+            return None
+        return self.peak_bytes / self.budget_bytes
+
+    @property
+    def forecast_error(self) -> float | None:
+        """The forecast over the measured peak, less one."""
+        if self.forecast_bytes is None or not self.peak_bytes:
+            return None
+        return self.forecast_bytes / self.peak_bytes - 1
+
+
+def run_figures(
+    steps: Sequence[Mapping[str, Any]],
+    events: Sequence[Mapping[str, Any]],
+    *,
+    rollout_rows: int | None = None,
+    forecast_bytes: int | None = None,
+) -> RunFigures:
+    """Summarises a run."""
+    seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
+    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
+    peak, phase = max(peaks) if peaks else (None, None)
+    rewards = known(steps, "reward")
+    rollouts = len(known(steps, "completions/mean_length"))
+    samples = None if rollout_rows is None else rollouts * rollout_rows
+    tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
+    # A resumed run's first record carries the tokens of the part before it.
+    drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0
+    forecasts = [event["predicted_peak_bytes"] for event in events if event.get("event") == "forecast"]
+    failures = [event for event in events if event.get("event") == "failure"]
+    return RunFigures(
+        steps=len(steps),
+        seconds=seconds,
+        peak_bytes=peak,
+        peak_phase=phase,
+        budget_bytes=int(budgets[-1]) if budgets else None,
+        forecast_bytes=forecast_bytes if forecast_bytes is not None or not forecasts else int(forecasts[-1]),
+        failures=len(failures),
+        leaner_plans=sum(event.get("event") == "fallback" for event in events),
+        seconds_lost=sum(number(event.get("seconds_lost")) or 0.0 for event in failures),
+        samples=samples,
+        samples_per_second=samples / seconds if samples and seconds else None,
+        tokens_per_second=drawn / seconds if drawn and seconds else None,
+        first_reward=rewards[0] if rewards else None,
+        last_reward=rewards[-1] if rewards else None,
+    )
+
+
+def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
+    """Gives the peaks of one step by phase."""
+    return by_phase(record, "_peak_bytes")
+
+
+def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
+    """Gives a count of one step's bytes by phase, such as "_reserved_bytes"."""
+    found = {
+        name.removeprefix("memory/").removesuffix(count): number(value)
+        for name, value in record.items()
+        if name.startswith("memory/") and name.endswith(count)
+    }
+    return {name: int(value) for name, value in found.items() if value is not None}
+
+
+def column(records: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
+    """Lists a metric's values, None where one is no number."""
+    return [number(record.get(name)) for record in records]
+
+
+def known(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Lists a metric's values where they are numbers."""
+    return [value for value in column(records, name) if value is not None]
+
+
+def number(value: Any) -> float | None:
+    """Gives a value as a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if abs(value) < float("inf") else None
+
 
 _COMPLETIONS = "completions"
 _PER_STEP = ("loss", "memory/peak_bytes")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.routing import Routers
 from memsafe_rl.ops.registry import Registry
@@ -128,10 +128,7 @@ class ScoringAdapter(Protocol):
         Raises:
             ConfigError: the network has none that can be heard.
         """
-        raise ConfigError(
-            f"router_aux_loss_coef is above 0, but {type(self.model).__name__} is no mixture of experts whose routers "
-            "can be heard. Set router_aux_loss_coef=0.0."
-        )
+        raise refusal("router_aux_loss_coef/none", kind=type(self.model).__name__)
 
     @property
     def reads_alike(self) -> bool:
@@ -268,7 +265,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
     ) -> list[MicroBatchGroup]:
         """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
         if columns is not None:
-            raise ConfigError(f"columns={columns}: a language model scores whole rows. Leave columns out.")
+            raise refusal("columns/tokens", columns=columns)
         return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     @property
@@ -300,12 +297,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         Raises:
             ConfigError: they cannot be, as `kv_retention` says.
         """
-        if wanted and not self.kv_retention:
-            raise ConfigError(
-                f"cache_implementation='quantized', but {type(self.model).__name__} is decoded without a cache, or "
-                "with transformers' own cache (the log says why), which is kept as it is. Leave cache_implementation "
-                "out."
-            )
+        refusal.when(wanted and not self.kv_retention, "cache_implementation", kind=type(self.model).__name__)
         self.in_8_bits = wanted
 
     @property

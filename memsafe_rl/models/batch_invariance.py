@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.fixed_split_attention import NAME
 from memsafe_rl.models.language.packing import attention_again
 from memsafe_rl.models.module_state import implementation
@@ -43,11 +43,7 @@ def is_default(device: torch.device, dtype: torch.dtype) -> bool:
 def require(adapter: Any) -> None:
     """Refuses to promise bits that a network's own way of decoding or scoring decides."""
     if not hasattr(adapter, "numerics") or not adapter.kv_retention:
-        raise ConfigError(
-            f"batch_invariant=True, but {type(adapter.model).__name__} is decoded by its own attention, padded with "
-            "the rows beside it (the log says why). Set batch_invariant=False, or use a model with plain or windowed "
-            "attention."
-        )
+        raise refusal("batch_invariant", kind=type(adapter.model).__name__)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.batch_invariance import computed_again
 from memsafe_rl.models.module_state import replaced
 
@@ -20,11 +20,7 @@ from memsafe_rl.models.module_state import replaced
 def find_blocks(trunk: nn.Module) -> tuple[nn.Module, ...]:
     """Finds the repeated blocks of a network; refuses one that has none."""
     blocks = blocks_of(trunk)
-    if not blocks:
-        raise ConfigError(
-            f"{type(trunk).__name__} has no repeated blocks, so its activations cannot be recomputed. "
-            "Set gradient_checkpointing=False."
-        )
+    refusal.when(not blocks, "gradient_checkpointing", kind=type(trunk).__name__)
     return blocks
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from memsafe_rl.accounting import charge
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import adapter_weights, copy_into, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
@@ -106,10 +106,7 @@ class Critic:
         found, wanted = ({name: tuple(w.shape) for name, w in weights.items()} for weights in (saved, own))
         if found != wanted:
             differing = sorted({name for name, _ in found.items() ^ wanted.items()})
-            raise ConfigError(
-                f"{len(differing)} weights of the critic differ from those saved, such as {differing[0]!r}. Use the "
-                "critic that the checkpoint was written with."
-            )
+            raise refusal("critic/saved", count=len(differing), differing=differing)
         for name, weight in own.items():
             copy_into(weight, saved[name])
 
@@ -135,10 +132,7 @@ class SecondAdapter(Critic):
         """Adds the adapter, made as the model's own, to the model in place."""
         model = adapter.model
         if not isinstance(model, PeftModel):
-            raise ConfigError(
-                f"critic='adapter' is a second adapter on the model's base, but {type(model).__name__} has no first "
-                "one. Pass a peft_config, or critic=None for a head on the model itself."
-            )
+            raise refusal("critic/adapter", kind=type(model).__name__)
         super().__init__(_head_on(adapter, "critic='adapter'"), adapter, peft_adapter=CRITIC_ADAPTER)
         refuse_trained_bias(model.peft_config.values())
         if CRITIC_ADAPTER not in model.peft_config:
@@ -154,11 +148,7 @@ class OwnModel(Critic):
     def __init__(self, adapter: ModelAdapter, *, vocab_size: int) -> None:
         """Puts a head on another network, in place of its output head where that has weights of its own."""
         known = adapter.geometry.vocab_size
-        if known < vocab_size:
-            raise ConfigError(
-                f"the critic's vocabulary has {known} tokens and the model's {vocab_size}; it reads the model's "
-                "tokens. Give a critic with the model's tokenizer, or critic=None."
-            )
+        refusal.when(known < vocab_size, "critic/vocabulary", known=known, vocab_size=vocab_size)
         super().__init__(_head_on(adapter, "a critic of its own"), adapter, is_own=True)
         lm: Any = adapter.model
         score = getattr(lm, SCORE, None)
@@ -197,9 +187,6 @@ def add_critic_adapter(model: PeftModel) -> None:
 def _head_on(adapter: ModelAdapter, told: str) -> ValueLayer:
     """Makes a head for a network's hidden states."""
     if adapter.value_inputs is None:
-        raise ConfigError(
-            f"{told} reads hidden states, but {type(adapter.model).__name__} is scored as a whole model (the log says "
-            "why) and shows none. Pass another model as critic."
-        )
+        raise refusal("critic/hidden", told=told, kind=type(adapter.model).__name__)
     with charge(Component.WEIGHTS):
         return ValueLayer(*adapter.value_inputs, adapter.device)

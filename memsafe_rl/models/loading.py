@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from memsafe_rl.accounting import charge, hold, weights_of
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import first_line
 from memsafe_rl.hub import loading_places_for, places_for
+from memsafe_rl.models import refusal
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
@@ -36,8 +37,6 @@ from memsafe_rl.models.vision.processors import freeze_tower, reads_images, shar
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
-
-_USE_TEXT = "Give a causal LM or an encoder-decoder of text, such as Qwen3 or T5."
 
 _INSTEAD = {"critic": "; for a head on the model itself leave critic out, for a second adapter write 'adapter'"}
 """What else an argument of a trainer may be than a model, by its name."""
@@ -93,16 +92,11 @@ def read_config(
                 model, trust_remote_code=trust_remote_code, **places_for(model, **places)
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{told}={model!r} has no config that can be read ({_first_line(error)}). Give a folder with a "
-                f"config.json, or the name of a model on a hub that can be reached{_INSTEAD.get(told, '')}."
-            ) from error
+            instead = _INSTEAD.get(told, "")
+            raise refusal("config/read", told=told, model=model, reason=first_line(error), instead=instead) from error
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:
-        raise ConfigError(
-            f"{told}={name_of(model)!r} has a {type(config).__name__}, which names no vocab_size: it draws no tokens. "
-            f"{_USE_TEXT}"
-        )
+        raise refusal("config/vocab_size", told=told, name=name_of(model), kind=type(config).__name__)
     balance = getattr(text, "router_aux_loss_coef", None) if hasattr(text, "output_router_logits") else None
     return ModelFacts(config, max_positions(config), int(text.vocab_size), float(balance or 0.0))
 
@@ -133,8 +127,7 @@ def load_model(
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
-        if arguments.get("quantization_config") is not None:
-            raise ConfigError("quantization_config is given twice, alone and in model_init_kwargs. Give it once.")
+        refusal.when(arguments.get("quantization_config") is not None, "quantization_config/twice")
         arguments["quantization_config"] = quantization_config
     _refuse_contradictions(model, arguments, peft_config, with_reference)
     _check_reference(model, peft_config, ref_model)
@@ -158,10 +151,7 @@ def load_model(
             if with_reference:
                 _copy_reference_adapter(base)
         elif _is_quantised(base):
-            raise ConfigError(
-                f"model={name_of(model)!r} is quantised and its weights cannot be trained. Pass a peft_config to "
-                "train an adapter on it, or leave quantization_config out."
-            )
+            raise refusal("quantization_config/trained", name=name_of(model))
         elif with_reference:
             source = model if ref_model is None else ref_model
             taken = load(source, frozen=True) if isinstance(source, str) else source
@@ -177,10 +167,7 @@ def load_model(
             if network is not None:
                 _place(language_model_of(network), device, room_bytes)
     if not any(weight.requires_grad for weight in trained.parameters()):
-        raise ConfigError(
-            f"model={name_of(model)!r} has no trainable weight. Pass a peft_config, unfreeze weights, or load the "
-            "adapter with PeftModel.from_pretrained(..., is_trainable=True)."
-        )
+        raise refusal("model/trainable", name=name_of(model))
     return LoadedModel(trained.eval(), reference, facts.router_aux_loss_coef)
 
 
@@ -200,20 +187,12 @@ def load_tokenizer(
                 raise OSError("there are no tokenizer files")
         except (OSError, ValueError, ImportError) as error:
             read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=places)  # or the model is missing
-            raise ConfigError(
-                f"no tokenizer can be loaded from {name!r} ({_first_line(error)}). Pass processing_class."
-            ) from error
+            raise refusal("tokenizer/load", name=name, reason=first_line(error)) from error
     if isinstance(tokenizer, ProcessorMixin) or not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(
-            f"processing_class is a {type(tokenizer).__name__}, which is neither a tokenizer nor a processor of images "
-            "beside one. Pass the processor's tokenizer if the model takes text alone."
-        )
+        raise refusal("processing_class", kind=type(tokenizer).__name__)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise ConfigError(
-                f"the tokenizer of {name_of(model)!r} has neither a pad nor an eos token. "
-                "Set tokenizer.pad_token (and eos_token) to tokens of its vocabulary."
-            )
+            raise refusal("tokenizer/pad", name=name_of(model))
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
@@ -235,28 +214,13 @@ def _refuse_contradictions(
     """Refuses what can be refused before anything is loaded."""
     _check_kind(model)
     if not isinstance(model, str) and arguments:
-        raise ConfigError(
-            f"{', '.join(sorted(arguments))} cannot apply to a model that is already loaded. "
-            "Give model as a name or path, or leave model_init_kwargs and quantization_config out."
-        )
+        raise refusal("arguments/loaded", arguments=", ".join(sorted(arguments)))
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
-        raise ConfigError(
-            f"peft_config is {peft_config!r:.100} ({type(peft_config).__name__}). Pass a config of PEFT, such as "
-            "LoraConfig(r=16, target_modules='all-linear')."
-        )
+        raise refusal("peft_config/kind", peft_config=peft_config, kind=type(peft_config).__name__)
     if isinstance(model, PeftModel):
-        if peft_config is not None:
-            raise ConfigError(
-                "model is already a PeftModel and peft_config asks for another adapter. "
-                "Leave peft_config out, or pass model.merge_and_unload()."
-            )
-        if len(model.active_adapters) != 1:
-            raise ConfigError(f"model has {len(model.active_adapters)} active adapters; activate exactly one.")
-    if arguments.get("quantization_config") is not None and peft_config is None:
-        raise ConfigError(
-            "quantization_config is given without peft_config, but quantised weights cannot be trained. "
-            "Pass a peft_config such as LoraConfig, or leave quantization_config out."
-        )
+        refusal.when(peft_config is not None, "peft_config/model")
+        refusal.when(len(model.active_adapters) != 1, "adapters/active", count=len(model.active_adapters))
+    refusal.when(arguments.get("quantization_config") is not None and peft_config is None, "quantization_config/loaded")
     configs = [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
     for config in configs:
         refuse_prompt_learning(config)
@@ -268,17 +232,10 @@ def _check_reference(model: Any, peft_config: Any, ref_model: Any) -> None:
     """Refuses a reference that is the model, that an adapter makes needless, or that has other tokens."""
     if ref_model is None:
         return
-    if ref_model is model and not isinstance(model, str):
-        raise ConfigError("ref_model is the model itself, which moves. Leave ref_model out for a copy as it is now.")
-    if peft_config is not None or isinstance(model, PeftModel):
-        raise ConfigError(
-            "ref_model is given beside an adapter, without which the model is the reference already. Leave it out."
-        )
+    refusal.when(ref_model is model and not isinstance(model, str), "ref_model/itself")
+    refusal.when(peft_config is not None or isinstance(model, PeftModel), "ref_model/adapter")
     sizes = [read_config(one, told=told).vocab_size for one, told in ((model, "model"), (ref_model, "ref_model"))]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"ref_model knows {sizes[1]} tokens and the model {sizes[0]}. Give a network with the model's tokenizer."
-        )
+    refusal.when(sizes[0] != sizes[1], "ref_model/vocabulary", sizes=sizes)
 
 
 def check_teacher(name: str, teacher: Any, student: Any) -> None:
@@ -286,9 +243,7 @@ def check_teacher(name: str, teacher: Any, student: Any) -> None:
     kinds = [(one.model_type, one.get_text_config(decoder=True).vocab_size) for one in (teacher, student) if one]
     if len({*kinds}) != 1 or len(kinds) != 2:
         known = " and the model a ".join(f"{kind} of {size} tokens" for kind, size in kinds)
-        raise ConfigError(
-            f"teacher_model_name_or_path is {name!r}, a {known}. Give a teacher of the model's family and vocabulary."
-        )
+        raise refusal("teacher_model_name_or_path", name=name, kind=known)
 
 
 def _check_kind(model: Any, told: str = "model") -> None:
@@ -296,23 +251,13 @@ def _check_kind(model: Any, told: str = "model") -> None:
     if isinstance(model, str):
         return
     lm = language_model_of(model)
-    if family_of(lm) is None:
-        raise ConfigError(
-            f"{told} is a {type(lm).__name__}; give a name, a path (as text), a transformers model or a PeftModel, or "
-            "name the adapter of its family first (register_adapter, docs/extending.md)."
-        )
+    refusal.when(family_of(lm) is None, "model/kind", told=told, kind=type(lm).__name__)
     if not isinstance(lm, PreTrainedModel):
         return
-    if any(weight.is_meta for weight in lm.parameters()):
-        raise ConfigError(f"{told} has weights without values, on the meta device. Load them, by from_pretrained say.")
+    refusal.when(any(weight.is_meta for weight in lm.parameters()), "model/meta", told=told)
     kind, reads = type(lm).__name__, str(getattr(lm, "main_input_name", "input_ids"))
-    if reads != "input_ids":
-        raise ConfigError(f"{told} is a {kind}, which reads {reads} and no tokens of a text prompt. {_USE_TEXT}")
-    if not lm.can_generate() and lm.get_output_embeddings() is None:
-        raise ConfigError(
-            f"{told} is a {kind}, which has no head that gives tokens' log-probs. Load the same weights with a head: "
-            "AutoModelForCausalLM.from_pretrained(...), or AutoModelForSeq2SeqLM for an encoder-decoder."
-        )
+    refusal.when(reads != "input_ids", "model/reads", told=told, kind=kind, reads=reads)
+    refusal.when(not lm.can_generate() and lm.get_output_embeddings() is None, "model/head", told=told, kind=kind)
 
 
 def _from_name(
@@ -330,20 +275,14 @@ def _from_name(
     try:
         model = kind.from_pretrained(name, **loading_places_for(name, **settings))
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"model={name!r} cannot be loaded by {kind.__name__}: {_first_line(error).rstrip('.')}. Check its files "
-            "and model_init_kwargs."
-        ) from error
+        raise refusal("model/load", name=name, kind=kind.__name__, reason=first_line(error).rstrip(".")) from error
     if reads_images(config):
         freeze_tower(model)
         if not frozen:
             logger.warning("The image tower of %s stays frozen: only its language model is trained.", name)
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
-        raise ConfigError(
-            f"device_map spreads model={name!r} over {', '.join(map(str, dict.fromkeys(places.values())))}; a rank "
-            "trains on one device. Leave device_map out, or quantise the base."
-        )
+        raise refusal("device_map", name=name, devices=", ".join(map(str, dict.fromkeys(places.values()))))
     return model
 
 
@@ -373,10 +312,8 @@ def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
     try:
         return get_peft_model(base, peft_config)
     except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            f"peft_config, a {type(peft_config).__name__}, does not fit {type(base).__name__} ({_first_line(error)}). "
-            "Correct peft_config: its target_modules are layers of this model, or 'all-linear'."
-        ) from error
+        kind, model = type(peft_config).__name__, type(base).__name__
+        raise refusal("peft_config/fit", kind=kind, model=model, reason=first_line(error)) from error
 
 
 def _place(lm: Any, device: torch.device, room_bytes: int | None) -> None:
@@ -414,7 +351,3 @@ def name_of(model: str | nn.Module) -> str:
         return model
     config = getattr(language_model_of(model), "config", None)
     return str(getattr(config, "_name_or_path", "") or type(model).__name__)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

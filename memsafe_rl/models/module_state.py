@@ -17,7 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memsafe_rl.accounting import local_part
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 
 REFERENCE_ADAPTER = "ref"
 """Name of the PEFT adapter that holds the reference, where there is one."""
@@ -100,13 +100,12 @@ def kept_trainable(model: nn.Module) -> Iterator[None]:
 def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
     """Switches a PEFT adapter on, or all off; active adapter and ``requires_grad`` are as before afterwards."""
     if not isinstance(model, PeftModel):
-        if name is not None:
-            raise ConfigError(f"{type(model).__name__} has no PEFT adapter {name!r}. Leave peft_adapter out.")
+        refusal.when(name is not None, "peft_adapter/none", kind=type(model).__name__, name=name)
         yield
         return
     refuse_trained_bias(model.peft_config.values())
     if name is not None and name not in model.peft_config:
-        raise ConfigError(f"There is no PEFT adapter {name!r}. Use one of {', '.join(model.peft_config)}.")
+        raise refusal("peft_adapter/unknown", name=name, known=", ".join(model.peft_config))
     with kept_trainable(model):
         if name is None:
             with model.disable_adapter():
@@ -157,11 +156,7 @@ def refuse_trained_bias(configs: Any) -> None:
     """Refuses, where a reference is wanted, PEFT adapters that train the base's own biases."""
     for config in configs:
         bias = getattr(config, "bias", "none")
-        if bias not in ("none", False):
-            raise ConfigError(
-                f"peft_config.bias is {bias!r}: the base's biases are trained, so switching the adapter off does not "
-                "give the reference. Set bias='none', or beta=0."
-            )
+        refusal.when(bias not in ("none", False), "peft_config/bias", bias=bias)
 
 
 # ------------------------------------------------------------------ attention implementations

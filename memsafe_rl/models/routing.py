@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 
 Hearer = Callable[[Tensor, Tensor], None]
 """Takes a router's probabilities (N, E) float32 at least, and which tokens are none of the padding (N, 1)."""
@@ -36,11 +36,7 @@ class Routers:
             for module in lm.modules()
             if isinstance(module, one.target_class)
         }
-        if not self._places:
-            raise ConfigError(
-                f"router_aux_loss_coef is above 0, but {type(lm).__name__} does not show the choices of its routers. "
-                "Set router_aux_loss_coef=0.0."
-            )
+        refusal.when(not self._places, "router_aux_loss_coef/routers", kind=type(lm).__name__)
         self.coef = coef
         self.experts = int(lm.num_experts)
         self._chosen = int(lm.num_experts_per_tok)

@@ -6,7 +6,7 @@ Axes: ``P`` groups, ``G`` rows of a group, ``B`` = P·G rows, ``F`` reward funct
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,93 @@ from torch import Tensor
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.ops.registry import Registry, check_part, wrong_answer
 from memsafe_rl.types import AdvantageResult
+
+
+def turn_returns(rewards_T: Tensor, discount: float) -> Tensor:
+    """Gives what follows each turn, ``R_t = sum_{k >= t} discount^(k - t) r_k`` (GiGPO, arXiv:2505.10978).
+
+    Args:
+        rewards_T: (T,), what each turn has earned.
+        discount: in [0, 1], by which a reward counts less a turn earlier.
+
+    Returns:
+        (T,).
+    """
+    returns, following = torch.empty_like(rewards_T), rewards_T.new_zeros(())
+    for turn in reversed(range(len(rewards_T))):
+        following = rewards_T[turn] + discount * following
+        returns[turn] = following
+    return returns
+
+
+def relative_to_state(
+    returns_N: Tensor, states_N: Sequence[Hashable], compare: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Compares what follows a turn with what follows all turns that began in the same state of the same group.
+
+    GiGPO (arXiv:2505.10978): ``A^S = (R - mean) / std`` over an anchor state's turns, or without the
+    division, as ``compare`` has it. One episode may reach a state several times.
+
+    Args:
+        returns_N: (N,) of `turn_returns`; NaN for an episode that was not scored, which counts for nothing.
+        states_N: for each turn its group and the state it began in.
+        compare: of `memsafe_rl.ops.advantages`: compares (1, n) numbers with each other.
+
+    Returns:
+        (N,), 0 where no other turn began in the same state; and (N,) bool, whether one did.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for place, state in enumerate(states_N):
+        alike.setdefault(state, []).append(place)
+    advantages_N, met_N = torch.zeros_like(returns_N), torch.zeros(len(states_N), dtype=torch.bool)
+    for places in alike.values():
+        if len(places) > 1:
+            advantages_N[places] = compare(returns_N[places][None])[0].nan_to_num(nan=0.0)
+            met_N[places] = True
+    return advantages_N, met_N
+
+
+def squared_score_norms(logprobs: Tensor, sharper_logprobs: Tensor) -> Tensor:
+    """Gives the squared length of ``d log pi(a) / d logits``, ``1 - 2 pi(a) + sum_v pi(v)^2`` (arXiv:2602.07078).
+
+    ``sum_v pi(v)^2 = exp(2 log pi(a) - log pi'(a))``, where pi' has half the temperature: both sides are
+    ``sum_v exp(2 z_v) / (sum_v exp(z_v))^2``, so that no sum over the vocabulary has to be taken beside log-probs.
+
+    Args:
+        logprobs: (...), nats, of the taken tokens at the temperature of the run.
+        sharper_logprobs: likewise, at half of it.
+
+    Returns:
+        (...), between 0 and 2.
+    """
+    return (1 - 2 * logprobs.exp() + (2 * logprobs - sharper_logprobs).exp()).clamp(min=0.0)
+
+
+def optimal_token_advantages(rewards_G: Tensor, norms_GT: Tensor, mask_GT: Tensor) -> Tensor:
+    """Compares a row, at each of its tokens, with its group's mean weighed by how far each row's score has spread.
+
+    ``A_it = r_i - sum_j W_jt r_j / sum_j W_jt``, W_jt the sum of row j's squared score norms up to t, over the rows in
+    which column t counts (arXiv:2602.07078, the optimal token baseline for a reward at the end).
+
+    Departure from verl's form: nothing is added to the denominator, and where all rewards are equal A is exactly 0.
+
+    Args:
+        rewards_G: (G,) float64; NaN for a row that was not scored, which counts for nothing.
+        norms_GT: (G, T) float64 of `squared_score_norms`.
+        mask_GT: (G, T), 1 where a token counts.
+
+    Returns:
+        (G, T), 0 where a token does not count; 0 too where no other row is as long.
+    """
+    there_GT = mask_GT.bool() & ~rewards_G.isnan()[:, None]
+    weights_GT = norms_GT.masked_fill(~there_GT, 0.0).cumsum(1).masked_fill(~there_GT, 0.0)
+    rewards_GT = rewards_G.nan_to_num(nan=0.0)[:, None].expand_as(norms_GT)
+    total_T = weights_GT.sum(0)
+    baseline_T = (weights_GT * rewards_GT).sum(0) / total_T.masked_fill(total_T == 0, 1.0)
+    most_T = rewards_GT.masked_fill(~there_GT, -math.inf).amax(0)
+    alike_T = most_T <= rewards_GT.masked_fill(~there_GT, math.inf).amin(0)
+    return (rewards_GT - baseline_T).masked_fill(~there_GT | alike_T, 0.0)
+
 
 SCALES = ("group", "batch", "none")
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")

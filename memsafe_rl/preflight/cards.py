@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from typing import Any, NamedTuple
 
-import yaml
-
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, texts_beside
+from memsafe_rl.preflight import refusal
 from memsafe_rl.units import parse_bytes
 
 
@@ -21,17 +18,14 @@ class NamedCard(NamedTuple):
     total_bytes: int
 
 
-@functools.cache
-def data_sheets() -> Mapping[str, Any]:
-    """Gives what data sheets say of cards, and what is assumed of all."""
-    sheets: Mapping[str, Any] = yaml.safe_load((files("memsafe_rl.preflight") / "cards.yaml").read_text())
-    return sheets
+DATA_SHEETS: Mapping[str, Any] = texts_beside(__file__, "cards.yaml")
+"""What data sheets say of cards, and what is assumed of all."""
 
 
 def named_card(text: str) -> NamedCard | None:
     """Finds a card by its name, such as "RTX 4090" or "h100"; None where the name is not known."""
     wanted = _plain(text)
-    for name, sheet in data_sheets()["cards"].items():
+    for name, sheet in DATA_SHEETS["cards"].items():
         if wanted in {_plain(name), *map(_plain, sheet.get("also", ()))}:
             return NamedCard(name, int(sheet["gib"] * 2**30))
     return None
@@ -39,7 +33,7 @@ def named_card(text: str) -> NamedCard | None:
 
 def card_names() -> list[str]:
     """Gives the names of the cards that are known."""
-    return list(data_sheets()["cards"])
+    return list(DATA_SHEETS["cards"])
 
 
 def read_card(text: str) -> NamedCard:
@@ -52,8 +46,7 @@ def read_card(text: str) -> NamedCard:
         size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
     except ConfigError as error:
         raise ConfigError(f"--gpu: {error} Or name one of {', '.join(card_names())}.") from None
-    if size < 2**20:
-        raise ConfigError(f"--gpu is {text!r}; write a card's memory, such as 24GiB, or its name, such as 'RTX 4090'.")
+    refusal.when(size < 2**20, "gpu", text=text)
     return NamedCard("", size)
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from memsafe_rl.accounting import charge, in_phase, listen, weights_of
 from memsafe_rl.checkpoint.weights import bytes_of, saved_weights
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.verdict import changes
@@ -29,11 +29,11 @@ from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.models.vision.processors import share_tower
 from memsafe_rl.parallel.one_process import OneProcess, WholeWeights
+from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
-from memsafe_rl.preflight.outcome import MemoryForecast
+from memsafe_rl.preflight.outcome import MemoryForecast, StepSeconds, compile_seconds, count_step
 from memsafe_rl.preflight.own_rollouts import Trial, candidates, worst_trials
-from memsafe_rl.preflight.seconds import StepSeconds, compile_seconds, count_step
 from memsafe_rl.preflight.speed import DeviceSpeed
 from memsafe_rl.preflight.what_fits import Job
 from memsafe_rl.preflight.worst_case import Drawing, Longest, Probe, evaluates, find_longest, longest_evaluation
@@ -113,10 +113,9 @@ class DryRun:
     _loaded: Mapping[Component, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.dataset is not None and self.tokenizer is None:
-            raise ConfigError("train_dataset is given without processing_class. Pass the tokenizer, or prompt_tokens.")
+        refusal.when(self.dataset is not None and self.tokenizer is None, "processing_class")
         if self.prompt_tokens is not None and self.prompt_tokens < 1:
-            raise ConfigError(f"prompt_tokens is {self.prompt_tokens}; the longest prompt has at least 1 token.")
+            raise refusal("prompt_tokens", tokens=self.prompt_tokens)
 
     def run(self, network: Any, memory: SimulatedMemory, *, reference: Callable[[], Any]) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""

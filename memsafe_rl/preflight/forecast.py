@@ -21,12 +21,13 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.prompts import usable_prompts
-from memsafe_rl.errors import ConfigError, MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.workspaces import about_cuda
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.models.loading import check_teacher
+from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
 from memsafe_rl.preflight.fake.families import config_for
@@ -99,14 +100,9 @@ def forecast_memory(
     """
     total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
     if isinstance(total, bool) or not isinstance(total, int) or total < 1:
-        raise ConfigError(f"device_bytes is {device_bytes!r}; write bytes, or a size such as '24GiB'.")
-    if not isinstance(model, (str, DiffusionPolicy)):
-        raise ConfigError(
-            f"model is a {type(model).__name__}; a forecast takes a name or a folder, for its config, or a "
-            "DiffusionPolicy."
-        )
-    if critic is not None and not isinstance(args, PPOConfig):
-        raise ConfigError("critic is given without a PPOConfig. Pass args=PPOConfig(...), or leave critic out.")
+        raise refusal("device_bytes", device_bytes=device_bytes)
+    refusal.when(not isinstance(model, (str, DiffusionPolicy)), "model/kind", kind=type(model).__name__)
+    refusal.when(critic is not None and not isinstance(args, PPOConfig), "critic")
     started = time.perf_counter()
     config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
     shared = SharedState(read_sharding(sharding, ranks), ranks)
@@ -114,7 +110,7 @@ def forecast_memory(
     cuda = about_cuda() if device == "cuda" else ()
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
-            raise ConfigError("A DiffusionPolicy has no tokens. Leave processing_class and the like out.")
+            raise refusal("denoiser")
         dry = run(critic=lambda: _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic)
         with _simulating(dry) as memory:
             found = dry.run_model(*_fake_chains(model, config, peft_config), memory)
@@ -170,10 +166,7 @@ class _Network:
         places = {name: init[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in init}
         config = given or config_for(model, trust_remote_code=settings.trust_remote_code, **places)
         quantization = quantization_config or init.get("quantization_config") or _declared_quantization(config)
-        if quantization is not None and peft_config is None:
-            raise ConfigError(
-                "A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits."
-            )
+        refusal.when(quantization is not None and peft_config is None, "quantization/adapter")
         settings.model_init_kwargs = None
         return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, critic == "adapter")
 
@@ -266,11 +259,7 @@ def _with_fake_weights(network: nn.Module) -> Any:
 def wants_forecast(args: Any, model: Any) -> bool:
     """Whether a trainer forecasts its run before it loads weights."""
     named = isinstance(model, str)
-    if args.memory_forecast and not named:
-        raise ConfigError(
-            f"memory_forecast is True, but model is a {type(model).__name__} whose weights are there already. Give its "
-            "name or folder, or use probe_worst_case."
-        )
+    refusal.when(args.memory_forecast and not named, "memory_forecast", kind=type(model).__name__)
     if args.memory_forecast is None:
         return named and (args.device.type == "cuda" or args.memory_budget != "auto")
     return bool(args.memory_forecast)
@@ -317,8 +306,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
 
 def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> TrainerConfig:
     """Gives a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
-    if device not in ("cuda", "cpu"):
-        raise ConfigError(f"device is {device!r}; write 'cuda' or 'cpu'.")
+    refusal.when(device not in ("cuda", "cpu"), "device", device=device)
     config = copy.copy(args) if ranks == 1 else args.on_ranks(ranks)
     left_open = config.left_open("bf16")
     config.use_cpu, config.report_to, config.disable_tqdm = True, "none", True
@@ -339,10 +327,7 @@ def _declared_quantization(config: Any) -> Any:
         return None
     plain = declared if isinstance(declared, dict) else declared.to_dict()
     if not plain.get("load_in_4bit"):
-        raise ConfigError(
-            f"the model is saved quantised ({plain.get('quant_method', 'unknown')}), in a way that cannot be forecast. "
-            "Use probe_worst_case in the run itself."
-        )
+        raise refusal("quantization/saved", method=plain.get("quant_method", "unknown"))
     known = inspect.signature(BitsAndBytesConfig).parameters
     return BitsAndBytesConfig(**{name: value for name, value in plain.items() if name in known})
 

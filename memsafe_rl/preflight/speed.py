@@ -22,11 +22,11 @@ from torch.utils.flop_counter import flop_registry
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl.accounting import is_on_host
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import storages_of
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.preflight.cards import card_names, data_sheets, named_card
+from memsafe_rl.preflight import refusal
+from memsafe_rl.preflight.cards import DATA_SHEETS, card_names, named_card
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -227,8 +227,8 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
     """Estimates a card's speed for a type of products, as `cards.yaml` states shares of its data sheet's peaks."""
     card = named_card(name)
     if card is None:
-        raise ConfigError(f"no card is known as {name!r}. Known are {', '.join(card_names())}.")
-    sheets = data_sheets()
+        raise refusal("card", name=name, names=", ".join(card_names()))
+    sheets = DATA_SHEETS
     sheet, assumed = sheets["cards"][card.name], sheets["assumed"]
     bus = assumed["bus_gigabytes_per_second"]
     peak = sheet["half_teraflops" if dtype.itemsize == 2 else "single_teraflops"] * _TERA

@@ -11,9 +11,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.budget import AUTO_SHARE
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.preflight import refusal
 from memsafe_rl.types import MemoryState, ModelGeometry, Phase, RolloutWork, UpdateWork
 
 CARD_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
@@ -99,11 +99,7 @@ class Scout:
         update = self.policy.before_update(job.update, memory)
         predicted = [rollout.predicted_bytes.get(Phase.ROLLOUT), update.predicted_bytes.get(Phase.UPDATE)]
         known = [size for size in predicted if size is not None]
-        if len(known) < len(predicted):
-            raise ConfigError(
-                f"{type(self.policy).__name__} predicts no bytes, so that nothing can be said of other tasks. Use "
-                "'adaptive' or 'ladder', or fill predicted_bytes (memsafe_rl.memory.planning.search.with_prediction)."
-            )
+        refusal.when(len(known) < len(predicted), "predicted_bytes", kind=type(self.policy).__name__)
         return Outlook(max(known), self.budget_bytes)
 
     def longest_completion(self, job: Job) -> int:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data.prompts import Prompts, prompt_batches, prompt_of
-from memsafe_rl.errors import DataError, MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.sampling import noise_slots
+from memsafe_rl.preflight import unusable
 from memsafe_rl.preflight.fake.device import host_numbers
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
 from memsafe_rl.preflight.worst_rows import later_rows, steps_of, tried_places, widest_slices, worst_step
@@ -214,11 +215,7 @@ def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
         if truncated or limit is None or len(ids) <= limit
     )
     found = nlargest(config.prompts_per_rollout, islice(rows, _TOKENIZED) if is_whole else rows, key=len)
-    if not found:
-        raise DataError(
-            f"none of the prompts looked at has at most {limit} tokens, so that there is no worst case to try. Raise "
-            "max_prompt_length, set overlong_prompts='truncate', or set probe_worst_case=False."
-        )
+    unusable.when(not found, "worst_case", limit=limit)
     known = tuple(map(len, found)) if is_whole else ()
     longest, given = Longest(tuple(found[0]), config.max_completion_length, source, known), config.max_prompt_length
     if is_whole or given is None:

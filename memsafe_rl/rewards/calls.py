@@ -17,8 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError, RewardTimeoutError
+from memsafe_rl.errors import MemsafeError, RewardTimeoutError
 from memsafe_rl.rewards.background import BackgroundLoop
+from memsafe_rl.rewards.refusals import refusal, unusable
 
 Result = TypeVar("Result")
 
@@ -52,9 +53,8 @@ class TimeoutPolicy:
 
     def __post_init__(self) -> None:
         if self.timeout_seconds is not None and not isinstance(self.timeout_seconds, (int, float)):
-            raise ConfigError(f"timeout_seconds is {self.timeout_seconds!r:.100}. Give seconds, or None for no limit.")
-        if not isinstance(self.retries, int) or self.retries < 0:
-            raise ConfigError(f"retries is {self.retries!r:.100}. Give a whole number of at least 0.")
+            raise refusal("timeout_seconds", timeout_seconds=self.timeout_seconds)
+        refusal.when(not isinstance(self.retries, int) or self.retries < 0, "retries", retries=self.retries)
 
     @property
     def deadline_seconds(self) -> float | None:
@@ -194,10 +194,7 @@ class Calls:
         for name, extras in self._extras.items():
             for column, values in extras.items():
                 if len(values) != self.rows:
-                    raise DataError(
-                        f"Reward function {name!r} logged {len(values)} values in column {column!r} for {self.rows} "
-                        "completions. Log exactly one value for each completion."
-                    )
+                    raise unusable("logged/count", name=name, count=len(values), column=column, rows=self.rows)
                 taken = column in joined and joined[column] != values
                 joined[f"{name}/{column}" if taken else column] = values
         return joined
@@ -222,9 +219,7 @@ def _cancelled(names: Sequence[str]) -> MemsafeError:
 
 
 def _as_float(name: str, metric: str, value: Any) -> float:
-    wrong = DataError(
-        f"Reward function {name!r} logged {value!r:.100} ({type(value).__name__}) as metric {metric!r}. Log one number."
-    )
+    wrong = unusable("logged/number", name=name, value=value, kind=type(value).__name__, metric=metric)
     if isinstance(value, Tensor) and value.numel() != 1:
         raise wrong
     try:
@@ -235,10 +230,7 @@ def _as_float(name: str, metric: str, value: Any) -> float:
 
 def _listed(name: str, column: str, values: Any) -> Iterable[Any]:
     if not isinstance(values, Iterable):
-        raise DataError(
-            f"Reward function {name!r} logged {values!r:.100} ({type(values).__name__}) in column {column!r}. Log a "
-            "list with one value for each completion."
-        )
+        raise unusable("logged/list", name=name, values=values, kind=type(values).__name__, column=column)
     return values
 
 

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.rewards.calls import RewardFunction, accepted_names, function_name, is_async
+from memsafe_rl.rewards.refusals import refusal, unusable
 
 Answer = tuple[float | None, float]
 """A reward, None for none, and what it cost."""
@@ -57,7 +58,7 @@ class Ask:
     def __post_init__(self) -> None:
         for name, least in (("retries", 0), ("concurrency", 1)):
             if not isinstance(value := getattr(self, name), int) or value < least:
-                raise ConfigError(f"{name} is {value!r:.100}. Give a whole number of at least {least}.")
+                raise refusal("paid/whole", name=name, value=value, least=least)
         for name, instead, others in (
             ("backoff_seconds", "seconds of at least 0", ()),
             ("timeout_seconds", "seconds, or None for no limit", (None,)),
@@ -65,8 +66,7 @@ class Ask:
         ):
             given: Any = getattr(self, name)
             number = isinstance(given, (int, float)) and math.isfinite(given) and (given >= 0 or name == "fallback")
-            if given not in others and not number:
-                raise ConfigError(f"{name} is {given!r:.100}. Give {instead}.")
+            refusal.when(given not in others and not number, "paid/number", name=name, given=given, instead=instead)
 
 
 class _Round:
@@ -112,7 +112,7 @@ class PaidReward:
             with closing(self._connect()) as file:
                 file.execute(_SCHEMA)
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"cache is {str(cache)!r}, which cannot keep answers: {error}. Give a file.") from error
+            raise refusal("paid/cache", cache=str(cache), error=error) from error
 
     async def __call__(
         self,
@@ -149,10 +149,7 @@ class PaidReward:
         try:
             text = json.dumps([self.__name__, self._version, given], sort_keys=True)
         except TypeError as error:
-            raise DataError(
-                f"Row {row} cannot be a question of {self.__name__!r}: {error}. Have the judge name the columns it "
-                "needs, of text and numbers, in place of **columns."
-            ) from error
+            raise unusable("paid/question", row=row, name=self.__name__, error=error) from error
         return hashlib.sha256(text.encode()).hexdigest()
 
     async def _answer(self, question: str, given: Mapping[str, Any], call: _Round) -> Answer:
@@ -226,10 +223,7 @@ def _read(name: str, output: Any) -> Answer:
     reward, cost = output if isinstance(output, tuple) and len(output) == 2 else (output, 0.0)
     numeric = isinstance(reward, (numbers.Real, type(None))) and isinstance(cost, numbers.Real)
     if not numeric or not math.isfinite(cost):
-        raise DataError(
-            f"Judge {name!r} returned {output!r:.100} ({type(output).__name__}) for one completion. Return a number, "
-            "None, or a pair of that and a cost."
-        )
+        raise unusable("paid/answer", name=name, output=output, kind=type(output).__name__)
     return None if reward is None or math.isnan(reward) else float(reward), float(cost)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import hold, weights_of
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import did_you_mean
 from memsafe_rl.rewards.background import BackgroundLoop
 from memsafe_rl.rewards.calls import (
     Begun,
@@ -30,6 +29,7 @@ from memsafe_rl.rewards.calls import (
     is_async,
     required_names,
 )
+from memsafe_rl.rewards.refusals import refusal, unusable
 from memsafe_rl.rewards.scoring import RewardModel, load_reward_model
 from memsafe_rl.types import Component
 
@@ -158,20 +158,13 @@ class RewardRunner:
         """Refuses a dataset that lacks a column some function cannot do without."""
         columns = sorted({*columns, *self._rollout_columns} - {"prompt", "completion"})
         if clash := [column for column in columns if column in _GIVEN and column != "completion_ids"]:
-            raise DataError(
-                f"The dataset has a column {clash[0]!r}, and reward functions are given something else by that name. "
-                "Rename the column."
-            )
+            raise unusable("column/taken", clash=clash)
         for name, source in zip(self.names, self._sources, strict=True):
             missing = [] if isinstance(source, RewardModel) else sorted(required_names(source) - {*columns, *_GIVEN})
             if missing:
-                nearest = difflib.get_close_matches(missing[0], [*columns, *_GIVEN], n=1)
-                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise DataError(
-                    f"Reward function {name!r} needs {missing[0]!r}, and the dataset has no such column (it has "
-                    f"{', '.join(columns) or 'none besides the prompt'}).{hint} Add the column, or give the parameter "
-                    "a default."
-                )
+                there, hint = ", ".join(columns), did_you_mean(missing[0], [*columns, *_GIVEN])
+                there = there or "none besides the prompt"
+                raise unusable("column/missing", name=name, missing=missing, there=there, hint=hint)
 
     def begin(
         self,
@@ -187,10 +180,7 @@ class RewardRunner:
         columns = dict(columns or {})
         for name, values in {"completions": completions, "completion_ids": completion_ids, **columns}.items():
             if isinstance(values, (list, tuple)) and len(values) != len(prompts):
-                raise DataError(
-                    f"{name!r} has {len(values)} values for {len(prompts)} prompts. Give reward functions one for each "
-                    "prompt."
-                )
+                raise unusable("values/count", name=name, count=len(values), prompts=len(prompts))
         self.check_columns(columns)
         return self.calculate(prompts, completions, completion_ids, columns, trainer_state, attempt)
 
@@ -286,16 +276,9 @@ def _values(name: str, output: Any, rows: int) -> list[Any]:
     """Gives what a function returned as a list, and refuses everything else."""
     unordered = isinstance(output, (str, bytes, Mapping, Set))
     if unordered or not isinstance(output, Iterable) or getattr(output, "ndim", 1) == 0:
-        raise DataError(
-            f"Reward function {name!r} returned {output!r:.100} ({type(output).__name__}) for {rows} completions. "
-            "Return a list with one number or None for each completion."
-        )
+        raise unusable("returned/kind", name=name, output=output, kind=type(output).__name__, rows=rows)
     values = output.tolist() if isinstance(output, Tensor) and output.ndim == 1 else list(output)
-    if len(values) != rows:
-        raise DataError(
-            f"Reward function {name!r} returned {len(values)} rewards for {rows} completions. Return exactly one "
-            "number or None for each completion."
-        )
+    unusable.when(len(values) != rows, "returned/count", name=name, count=len(values), rows=rows)
     return values
 
 
@@ -305,44 +288,27 @@ def _number(name: str, row: int, rows: int, value: Any) -> float:
     elements = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
     single: Any = value.item() if elements == 1 else value
     if not isinstance(single, numbers.Real):
-        raise DataError(
-            f"Reward function {name!r} returned {value!r:.100} ({type(value).__name__}) for row {row} of {rows}. "
-            "Return a number, or None to leave the row out."
-        )
+        raise unusable("returned/number", name=name, value=value, kind=type(value).__name__, row=row, rows=rows)
     size: Any = abs(single)
-    if size > _LARGEST:  # before it becomes a float, which a whole number may be too large for
-        raise DataError(
-            f"Reward function {name!r} returned {value!r:.100} for row {row} of {rows}, which is infinite in float32. "
-            "Bound the reward, or return None to leave the row out."
-        )
+    unusable.when(size > _LARGEST, "returned/infinite", name=name, value=value, row=row, rows=rows)
     return float(single)
 
 
 def _check_sources(sources: Sequence[Any], weights: Sequence[Any]) -> None:
-    if not sources or (len(sources) == 1 and sources[0] is None):
-        raise ConfigError("reward_funcs is empty. Pass at least one reward function or reward model.")
+    refusal.when(not sources or (len(sources) == 1 and sources[0] is None), "reward_funcs/empty")
     for index, (source, weight) in enumerate(zip(sources, weights, strict=True)):
         if not (callable(source) or isinstance(source, str)):
-            raise ConfigError(
-                f"reward_funcs[{index}] is {source!r:.100} ({type(source).__name__}). Pass a function, a reward model, "
-                "or the name of one."
-            )
+            raise refusal("reward_funcs/kind", index=index, source=source, kind=type(source).__name__)
         if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
-            raise ConfigError(f"reward_weights[{index}] is {weight!r}; give a finite number.")
+            raise refusal("reward_weights", index=index, weight=weight)
         for package, pip_name in getattr(source, "required_packages", {}).items():
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(
-                    f"Reward function {function_name(source)!r} needs the package {pip_name}, which is not installed. "
-                    f"Run `pip install {pip_name}`."
-                )
+                raise refusal("package/needed", function=function_name(source), pip_name=pip_name)
 
 
 def _one_each(setting: str, given: Any, count: int, *, default: Any) -> list[Any]:
     values = [default] * count if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
-    if len(values) != count:
-        raise ConfigError(
-            f"{setting} has {len(values)} entries for {count} reward functions. Give one for each, in their order."
-        )
+    refusal.when(len(values) != count, "each", setting=setting, given=len(values), count=count)
     return values
 
 

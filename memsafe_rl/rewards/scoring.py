@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import first_line
 from memsafe_rl.hub import loading_places_for, places_for
+from memsafe_rl.rewards.refusals import refusal, unusable
 from memsafe_rl.rewards.registry import REWARD_FACTORIES, REWARD_FUNCTIONS
 
 _PADDED = ("input_ids", "attention_mask", "token_type_ids")
@@ -28,15 +29,8 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
     except (OSError, ValueError, TypeError, ImportError) as error:
         ready = difflib.get_close_matches(name, [*REWARD_FUNCTIONS, *REWARD_FACTORIES], n=1)
         hint = f" Did you mean memsafe_rl.rewards.{ready[0]}? Pass the function itself." if ready else ""
-        raise ConfigError(
-            f"reward model {name!r} cannot be loaded ({_first_line(error)}).{hint} Give a folder with a sequence "
-            "classifier, the name of one on a hub that can be reached, or a reward function."
-        ) from error
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(
-            f"reward model {name!r} has no trained head ({missing[0]} is missing): its rewards would be random. Give a "
-            "folder with a sequence classifier."
-        )
+        raise refusal("model/load", name=name, reason=first_line(error).rstrip("."), hint=hint) from error
+    refusal.when(missing := sorted(info["missing_keys"]), "model/head", name=name, missing=missing)
     return cast(nn.Module, model)
 
 
@@ -64,11 +58,7 @@ class RewardModel:
         self._may_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         if self.tokenizer.pad_token_id is None:
-            if self.tokenizer.eos_token is None:
-                raise ConfigError(
-                    f"The tokenizer of reward model {self.name!r} has neither a pad token nor an end-of-sequence "
-                    "token. Set its pad_token before passing it in reward_processing_classes."
-                )
+            refusal.when(self.tokenizer.eos_token is None, "model/pad", name=self.name)
             self.tokenizer.pad_token = self.tokenizer.eos_token
         # told which token pads, because it reads the reward at the last one that is not padding
         if (config := getattr(model, "config", None)) is not None:
@@ -79,10 +69,7 @@ class RewardModel:
         encoded = self.tokenizer(self._texts(prompts, completions), add_special_tokens=False)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         if 0 in lengths:
-            raise DataError(
-                f"Row {lengths.index(0)} has no tokens for reward model {self.name!r}: its prompt and completion are "
-                "empty. Remove empty prompts from the dataset."
-            )
+            raise unusable("model/row", row=lengths.index(0), name=self.name)
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         rewards_B = torch.empty(len(lengths))
         self.model.eval()
@@ -91,10 +78,7 @@ class RewardModel:
             rewards_B[rows] = self._forward({key: [encoded[key][row] for row in rows] for key in encoded})
         if not (finite := rewards_B.isfinite()).all():
             row = int((~finite).nonzero()[0])
-            raise DataError(
-                f"Reward model {self.name!r} gave {rewards_B[row].item()} for row {row} of {len(rewards_B)}. Load it "
-                "in a wider type (dtype float32 or bfloat16), or check its weights."
-            )
+            raise unusable("model/infinite", name=self.name, value=rewards_B[row].item(), row=row, rows=len(rewards_B))
         return rewards_B
 
     def rehearse(self, tokens: int, reward_rows: int) -> None:
@@ -111,11 +95,7 @@ class RewardModel:
 
     def _own_tokenizer(self, revision: str | None, trust_remote_code: bool) -> Any:
         identifier = getattr(getattr(self.model, "config", None), "_name_or_path", "")
-        if not identifier:
-            raise ConfigError(
-                f"Reward model {self.name!r} does not say which tokenizer belongs to it. Pass the tokenizer in "
-                "reward_processing_classes."
-            )
+        refusal.when(not identifier, "model/tokenizer", name=self.name)
         try:
             loaded = AutoTokenizer.from_pretrained(
                 identifier, revision=revision, trust_remote_code=trust_remote_code, **places_for(identifier)
@@ -123,21 +103,14 @@ class RewardModel:
             if len(loaded) < 2:  # transformers makes an empty one where a folder has none
                 raise OSError("there are no tokenizer files")
         except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(
-                f"The tokenizer of reward model {self.name!r} cannot be loaded ({_first_line(error)}). Pass it in "
-                "reward_processing_classes."
-            ) from error
+            raise refusal("model/tokenizer_load", name=self.name, reason=first_line(error).rstrip(".")) from error
         return loaded
 
     def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
         joined = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         if isinstance(joined[0], str):
             return joined
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ConfigError(
-                f"The data is conversational and the tokenizer of reward model {self.name!r} has no chat template. "
-                "Set tokenizer.chat_template and pass it in reward_processing_classes, or use plain text prompts."
-            )
+        refusal.when(getattr(self.tokenizer, "chat_template", None) is None, "model/template", name=self.name)
         render = self.tokenizer.apply_chat_template
         return [render(messages, tokenize=False, **self._chat_template_kwargs) for messages in joined]
 
@@ -152,15 +125,8 @@ class RewardModel:
         with torch.inference_mode():
             logits: Tensor | None = getattr(self.model(**inputs), "logits", None)
         if logits is None or logits.ndim != 2:
-            raise DataError(
-                f"Reward model {self.name!r} gave {'no logits' if logits is None else tuple(logits.shape)}; a reward "
-                "model gives logits of shape (rows, outputs), as AutoModelForSequenceClassification does."
-            )
+            raise unusable("model/logits", name=self.name, given="no logits" if logits is None else tuple(logits.shape))
         return logits[:, 0].float().cpu()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:

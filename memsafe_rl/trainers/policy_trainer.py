@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.callbacks.console import CompletionsTable, ProgressBar, banner
 from memsafe_rl.callbacks.status_file import RunRecord, StatusFile
 from memsafe_rl.callbacks.trackers import Trackers, check_installed
-from memsafe_rl.checkpoint.hub_push import HubPush
+from memsafe_rl.checkpoint.export import HubPush
 from memsafe_rl.checkpoint.run_folder import check_writable
 from memsafe_rl.checkpoint.weights import check_savable
 from memsafe_rl.config.base import TrainerConfig

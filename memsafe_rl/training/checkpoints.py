@@ -12,9 +12,10 @@ from typing import Any
 
 from transformers import TrainerState
 
-from memsafe_rl.checkpoint.manifest import FORMAT, RunMark
 from memsafe_rl.checkpoint.store import (
+    FORMAT,
     CheckpointContent,
+    RunMark,
     checkpoint_folder,
     drop_old_checkpoints,
     read_checkpoint,
@@ -41,8 +42,7 @@ from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog
 from memsafe_rl.training.samples import Rollout
-from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import Ending, RunState
+from memsafe_rl.training.setup import Ending, RunState, TrainingSetup
 from memsafe_rl.types import SequenceKey, Trajectory
 
 logger = logging.getLogger(__name__)

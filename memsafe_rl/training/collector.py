@@ -45,8 +45,7 @@ from memsafe_rl.training.samples import (
     with_advantages,
 )
 from memsafe_rl.training.scorer import Scorer
-from memsafe_rl.training.setup import DrawRollout, TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.setup import DrawRollout, RunState, TrainingSetup
 from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, RolloutPlan, RolloutWork, Trajectory
 
 Made = TypeVar("Made")

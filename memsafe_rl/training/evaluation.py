@@ -12,7 +12,7 @@ from memsafe_rl.training import refusal, unusable
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.metrics.run_log import RunLog
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.setup import RunState
 
 
 def evaluated(

@@ -46,8 +46,7 @@ from memsafe_rl.training.optim.half_weights import half_weights_for, half_weight
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
-from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.setup import RunState, TrainingSetup
 from memsafe_rl.types import Component, Denominators, Phase, Trajectory, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes
 

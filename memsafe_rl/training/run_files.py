@@ -20,9 +20,8 @@ import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.export import fill_card
-from memsafe_rl.checkpoint.manifest import RunMark, read_manifest
 from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
-from memsafe_rl.checkpoint.store import checkpoint_folder, is_checkpoint, known_run
+from memsafe_rl.checkpoint.store import RunMark, checkpoint_folder, is_checkpoint, known_run, read_manifest
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, replace_text, write_json
 from memsafe_rl.errors import SaveError
@@ -32,8 +31,7 @@ from memsafe_rl.records import RUN_FILE, records_until, still_ours
 from memsafe_rl.training import refusal
 from memsafe_rl.training.checkpoints import Checkpoints, Saved
 from memsafe_rl.training.metrics.run_log import RunLog
-from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.setup import RunState, TrainingSetup
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,16 @@ prompt, ``L`` prompt plus completion tokens, ``T`` completion tokens, ``S`` deno
 ``D`` hidden width, ``M`` completion tokens of several rows laid end to end, ``F`` reward functions.
 """
 
-from memsafe_rl.types.learning import AdvantageResult, Denominators, LossInputs, LossResult, LossSettings
-from memsafe_rl.types.model import (
+from memsafe_rl.types.learning import (
+    AdvantageResult,
+    Denominators,
     Distribution,
     GaussianDistribution,
     LinearHead,
     LogitsHead,
+    LossInputs,
+    LossResult,
+    LossSettings,
     StateFeatures,
     TokenDistribution,
     TokenScores,
@@ -35,5 +39,4 @@ from memsafe_rl.types.plans import (
     room_for_prompt,
     whole_blocks,
 )
-from memsafe_rl.types.rollouts import Completion, SamplingSettings, SequenceKey, TextStops
-from memsafe_rl.types.trajectory import Ragged, Trajectory, Turn
+from memsafe_rl.types.trajectory import Completion, Ragged, SamplingSettings, SequenceKey, TextStops, Trajectory, Turn

@@ -22,9 +22,17 @@ import pytest
 import torch
 
 from memsafe_rl.checkpoint import store
-from memsafe_rl.checkpoint.manifest import MANIFEST, RunMark, _seal, check_files, read_manifest, write_manifest
 from memsafe_rl.checkpoint.run_folder import claim
-from memsafe_rl.checkpoint.store import checkpoints, find_checkpoint
+from memsafe_rl.checkpoint.store import (
+    MANIFEST,
+    RunMark,
+    _seal,
+    check_files,
+    checkpoints,
+    find_checkpoint,
+    read_manifest,
+    write_manifest,
+)
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, MemsafeError, SaveError
 from memsafe_rl.records import read_lines
 from memsafe_rl.trainers.grpo import GRPOTrainer

@@ -13,7 +13,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 
 from memsafe_rl import ConfigError, GRPOConfig, GRPOTrainer
-from memsafe_rl.checkpoint import hub_push
+from memsafe_rl.checkpoint import export
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 
@@ -64,7 +64,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     made = Hub()
-    monkeypatch.setattr(hub_push, "HfApi", made)
+    monkeypatch.setattr(export, "HfApi", made)
     return made
 
 
@@ -90,7 +90,7 @@ def test_saves_are_uploaded_as_the_strategy_says(hub: Hub, strategy: str, places
     for commit in hub.commits:
         assert (commit["repo_id"], commit["revision"]) == ("me/mine", "next")
         is_whole = commit["path_in_repo"] is not None
-        assert set(commit["files"]) - ({*hub_push.RUN_STATE} if is_whole else set()) == WEIGHTS
+        assert set(commit["files"]) - ({*export.RUN_STATE} if is_whole else set()) == WEIGHTS
         assert ("training_state.pt" in commit["files"]) == is_whole
     if hub.commits:
         assert (
@@ -148,7 +148,7 @@ def test_a_save_passes_while_an_upload_is_under_way_unless_told_otherwise(hub: H
     for always, count in ((False, 1), (True, 3)):
         hub.commits, hub.waiting = [], []
         trainer = make_trainer(tmp_path / str(always), hub_always_push=always, **{**SAVES, "max_steps": 3})
-        push = next(one for one in trainer.callback_handler.callbacks if isinstance(one, hub_push.HubPush))
+        push = next(one for one in trainer.callback_handler.callbacks if isinstance(one, export.HubPush))
         ended = push.on_train_end
 
         def end(*values: Any, ended: Any = ended, **named: Any) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memsafe_rl.checkpoint.manifest import check_files, read_manifest
-from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.checkpoint.store import check_files, checkpoints, read_manifest
 from memsafe_rl.errors import ConfigError, SaveError
 from memsafe_rl.records import read_lines
 from memsafe_rl.trainers.grpo import GRPOTrainer

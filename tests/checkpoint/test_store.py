@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from memsafe_rl.checkpoint.manifest import RunMark
 from memsafe_rl.checkpoint.store import (
     CheckpointContent,
+    RunMark,
     checkpoints,
     drop_old_checkpoints,
     find_checkpoint,

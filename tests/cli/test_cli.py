@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 import memsafe_rl
 from memsafe_rl.cli import app
 from memsafe_rl.cli import train as training_module
-from memsafe_rl.cli import verify as verifying_module
 from memsafe_rl.cli.arguments import RUN_NAMES, RunFields, parse_flags, read_request
 from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
@@ -608,7 +607,7 @@ def test_a_wrong_plan_ends_with_its_own_exit_code(tiny_run: Path, monkeypatch: p
         found = verify_plan(loop)
         return replace(found, failing=replace(found.failing, gradient_difference=0.38))
 
-    monkeypatch.setattr(verifying_module, "verify_plan", wrong)
+    monkeypatch.setattr(training_module, "verify_plan", wrong)
     result = invoke_verify(tiny_run)
     assert result.exit_code == 1, result.output
     verdict = " ".join(result.stdout.split())
@@ -652,7 +651,7 @@ def test_help_teaches_every_setting() -> None:
 
 
 def test_the_example_in_the_help_is_valid() -> None:
-    from memsafe_rl.cli.teaching import EXAMPLE
+    from memsafe_rl.cli.app import EXAMPLE
 
     entries = yaml.safe_load(EXAMPLE)
     config = GRPOConfig(**{name: value for name, value in entries.items() if name not in RUN_NAMES})

@@ -23,8 +23,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from memsafe_rl.checkpoint.manifest import check_files, read_manifest
-from memsafe_rl.checkpoint.store import checkpoint_folder, checkpoints
+from memsafe_rl.checkpoint.store import check_files, checkpoint_folder, checkpoints, read_manifest
 from memsafe_rl.errors import INTERRUPTED_CODE, DamagedCheckpointError
 from memsafe_rl.records import read_lines
 from tests.parallel.test_ranks import free_port, set_up_rank

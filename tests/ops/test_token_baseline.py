@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from memsafe_rl.ops.token_baseline import optimal_token_advantages, squared_score_norms
+from memsafe_rl.ops.advantages import optimal_token_advantages, squared_score_norms
 
 
 def test_squared_norms_are_those_of_the_gradient() -> None:

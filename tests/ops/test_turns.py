@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from memsafe_rl.ops.advantages import centred_in_group, normalised_in_group
-from memsafe_rl.ops.turns import relative_to_state, turn_returns
+from memsafe_rl.ops.advantages import centred_in_group, normalised_in_group, relative_to_state, turn_returns
 
 
 def test_returns_by_hand() -> None:

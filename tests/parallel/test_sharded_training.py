@@ -19,7 +19,7 @@ from benchmarks.forecast_error import beside
 from benchmarks.sharded_forecast import make_trainer as make_forecast_trainer
 from benchmarks.sharded_forecast import save_model
 from memsafe_rl.accounting import local_part, weights_of
-from memsafe_rl.checkpoint import hub_push
+from memsafe_rl.checkpoint import export
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.checkpoint.test_hub_push import Hub
@@ -137,7 +137,7 @@ def train(trainer: Any) -> dict[str, Any]:
 
 def push(folder: Path, rank: int) -> dict[str, bytes]:
     """Saves a model in a folder, which uploads it too, and gives what was uploaded."""
-    hub_push.HfApi = hub = Hub()  # type: ignore[misc, assignment]
+    export.HfApi = hub = Hub()  # type: ignore[misc, assignment]
     trainer = grpo(folder, rank, push_to_hub=True)
     trainer.save_model(folder / "saved")
     return {name: value for commit in hub.commits for name, value in commit["files"].items()}

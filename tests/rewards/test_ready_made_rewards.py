@@ -181,4 +181,4 @@ def test_names_lead_to_functions():
     assert resolve_reward("get_repetition_penalty_reward", {"ngram_size": 2}).ngram_size == 2
     assert resolve_reward("get_repetition_penalty_reward").ngram_size == 3
     assert resolve_reward("math.sqrt") is math.sqrt
-    assert resolve_reward("memsafe_rl.rewards.shape:think_format_reward") is rewards.think_format_reward
+    assert resolve_reward("memsafe_rl.rewards.registry:think_format_reward") is rewards.think_format_reward

@@ -10,7 +10,7 @@ import torch
 
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.ops.token_baseline import optimal_token_advantages
+from memsafe_rl.ops.advantages import optimal_token_advantages
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, weights
 from tests.training.test_training import gradient_of

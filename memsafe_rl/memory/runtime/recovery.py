@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError, first_line
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.stages import Retry, Stage
@@ -70,7 +70,7 @@ class _Failed:
     @classmethod
     def of(cls, error: BaseException) -> _Failed:
         """Reads them from an error."""
-        return cls((str(error).strip().splitlines() or [type(error).__name__])[0], requested_bytes(error))
+        return cls(first_line(error), requested_bytes(error))
 
 
 def _tried(function: Callable[..., T], *values: Any, **named: Any) -> T | _Failed:

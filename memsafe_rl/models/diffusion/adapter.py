@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
 from memsafe_rl.models.diffusion.policy import Condition, policy_of
 from memsafe_rl.models.module_state import as_reference
@@ -59,18 +59,12 @@ class DiffusionAdapter(StepNetwork):
         timesteps_M = scheduler.timesteps[torch.tensor(columns)].to(self.device)
         output = self.policy.predict(self.network, states.to(self.dtype), timesteps_M, condition)
         if output.shape != states.shape:
-            raise ConfigError(
-                f"The denoiser gave {tuple(output.shape)} for states of shape {tuple(states.shape)}. It must give one "
-                "number for each of theirs; a learned variance is not supported."
-            )
+            raise refusal("denoiser/output", shape=tuple(output.shape), shape2=tuple(states.shape))
         stds_M = torch.tensor([self.policy.stds[column] for column in columns], dtype=torch.float64)
         means = scheduler.mean(output.to(wide), columns, states.to(wide))
         if not isinstance(means, Tensor) or means.shape != states.shape:
             given = tuple(means.shape) if isinstance(means, Tensor) else f"a {type(means).__name__}"
-            raise ConfigError(
-                f"mean of {type(scheduler).__name__} gave {given} for states of shape {tuple(states.shape)}. It must "
-                "give the mean of each of their numbers."
-            )
+            raise refusal("scheduler/mean", kind=type(scheduler).__name__, given=given, shape=tuple(states.shape))
         return means, stds_M.to(wide).to(self.device)
 
     def distribution(
@@ -78,10 +72,7 @@ class DiffusionAdapter(StepNetwork):
     ) -> GaussianDistribution:
         """Runs the denoiser once on the states before some steps of some rows."""
         if packed or trajectory.starts is None:
-            raise ConfigError(
-                f"packed={packed}, and the trajectory has {'no' if trajectory.starts is None else ''} starts: a "
-                "denoiser scores chains of states, one by one. Leave packed out, and take rollouts of DenoisingEngine."
-            )
+            raise refusal("packed/states", packed=packed, no="no" if trajectory.starts is None else "")
         wanted = range(trajectory.actions.lengths[0]) if columns is None else columns
         before, taken, condition = self.entries(trajectory, rows, wanted)
         means, stds_M = self.step(before, list(wanted) * len(rows), condition)
@@ -112,11 +103,7 @@ class DiffusionAdapter(StepNetwork):
             yield copied
             return
         switched = next((part for part in (self.model, self.policy.denoiser) if isinstance(part, PeftModel)), None)
-        if switched is None:
-            raise ConfigError(
-                "The diffusion policy has neither a PEFT adapter nor a frozen copy, so there is no reference. Pass a "
-                "peft_config, or set beta=0."
-            )
+        refusal.when(switched is None, "beta/denoiser")
         with as_reference(switched):
             yield self
 
@@ -126,17 +113,9 @@ class DiffusionAdapter(StepNetwork):
         It also measures what a pair holds, so that nothing has to be measured where memory may run out.
         """
         _, apart = self.together_and_alone()
-        if apart > (_APART if self.width >= 4 else _APART_NARROW):
-            raise ConfigError(
-                f"The denoiser gives states that it is shown together other answers than alone: {apart:.1e} of their "
-                "norm. It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers "
-                "that do not."
-            )
+        refusal.when(apart > (_APART if self.width >= 4 else _APART_NARROW), "denoiser/alone", apart=apart)
         if any(weight.requires_grad for weight in self.model.parameters()) and not self.carries_gradient():
-            raise ConfigError(
-                "The denoiser's answer carries no gradient, so that none of its weights could be trained. Remove "
-                "torch.no_grad, inference_mode or detach from its forward, or from the scheduler's mean."
-            )
+            raise refusal("denoiser/gradient")
         _ = self.geometry
 
 

@@ -23,7 +23,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models import refusal, unusable
 from memsafe_rl.models.diffusion.schedulers import DenoisingScheduler, as_scheduler
 
 EMBEDDING_CACHE_BYTES = 256 * 2**20
@@ -65,23 +65,16 @@ class TrainedSteps:
     window: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if not _is_number(self.fraction) or not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction is {self.fraction!r}. Set it above 0 and at most 1; 1 learns from every step.")
+        refusal.when(not _is_number(self.fraction) or not 0 < self.fraction <= 1, "fraction", fraction=self.fraction)
         pair = self.window if isinstance(self.window, (tuple, list)) else ()
         if self.window is not None and (len(pair) != 2 or not all(_is_whole(end) for end in pair)):
-            raise ConfigError(
-                f"window is {self.window!r}. Set it to (first step, step after the last one), or None for all."
-            )
+            raise refusal("window", window=self.window)
 
     def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
         """Gives the columns, ascending, that the fraction is taken of, by their deviations; refuses to give none."""
         first, end = (0, len(stds)) if self.window is None else self.window
         found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
-        if not found:
-            raise ConfigError(
-                f"No step of {len(stds)} between {first} and {end} has noise, so there is nothing to learn from. Widen "
-                "the window of TrainedSteps, or use a scheduler with noise there (eta, noise_level)."
-            )
+        refusal.when(not found, "window/noise", steps=len(stds), first=first, end=end)
         return found
 
     def count(self, candidates: int) -> int:
@@ -145,21 +138,16 @@ class DiffusionPolicy(nn.Module):
         trained_steps: TrainedSteps | None = None,
     ) -> None:
         super().__init__()
-        if reduce not in ("mean", "sum"):
-            raise ConfigError(f"reduce is {reduce!r}. Set it to 'mean' or 'sum'.")
-        if state_dtype not in _STATE_DTYPES:
-            raise ConfigError(f"state_dtype is {state_dtype!r}. Set it to torch.float32 or torch.bfloat16.")
-        if not isinstance(denoiser, nn.Module):
-            raise ConfigError(f"denoiser is a {type(denoiser).__name__}. Pass a torch.nn.Module.")
+        refusal.when(reduce not in ("mean", "sum"), "reduce", reduce=reduce)
+        refusal.when(state_dtype not in _STATE_DTYPES, "state_dtype", state_dtype=state_dtype)
+        refusal.when(not isinstance(denoiser, nn.Module), "denoiser/module", kind=type(denoiser).__name__)
         if not isinstance(trained_steps, (TrainedSteps, type(None))):
-            raise ConfigError(f"trained_steps is {trained_steps!r}. Pass a TrainedSteps, such as TrainedSteps(0.5).")
+            raise refusal("trained_steps", trained_steps=trained_steps)
         if not _is_whole(num_inference_steps) or num_inference_steps < 1:
-            raise ConfigError(f"num_inference_steps is {num_inference_steps!r}. Set it to a whole number above 0.")
-        if not _is_number(guidance_scale):
-            raise ConfigError(f"guidance_scale is {guidance_scale!r}. Set it to a finite number; 1 is for no guidance.")
+            raise refusal("num_inference_steps", num_inference_steps=num_inference_steps)
+        refusal.when(not _is_number(guidance_scale), "guidance_scale", guidance_scale=guidance_scale)
         for name, value in {"embed": embed, "elements": elements, "decode": decode}.items():
-            if value is not None and not callable(value):
-                raise ConfigError(f"{name} is a {type(value).__name__}. Pass a function, or leave it out.")
+            refusal.when(value is not None and not callable(value), "function", name=name, kind=type(value).__name__)
         self.denoiser = denoiser
         self.scheduler = as_scheduler(scheduler)
         self.sample_shape = _as_shape("sample_shape", sample_shape, "one or more sizes, such as (3, 64, 64)")
@@ -265,10 +253,7 @@ class DiffusionPolicy(nn.Module):
             if mask.dim() == len(wanted) and all(have in (1, want) for have, want in pairs):
                 return mask
         shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"type {type(mask).__name__}"
-        raise DataError(
-            f"elements gave a mask of {shown} for states of shape {wanted}. Give a tensor that can be broadcast to "
-            "them."
-        )
+        raise unusable("elements/mask", shown=shown, wanted=wanted)
 
     def _embedded(self, prompt: Any, others: dict[Hashable, Tensor]) -> Tensor:
         """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
@@ -286,10 +271,7 @@ class DiffusionPolicy(nn.Module):
             if self.elements is not None:  # the synthetic embeddings of probes do not come here
                 mask = self._counted(self.elements(embedding_LD))
                 if not bool(mask.isfinite().all()) or bool((mask < 0).any()) or not bool((mask > 0).any()):
-                    raise DataError(
-                        f"elements gave numbers from {float(mask.min()):.3g} to {float(mask.max()):.3g} for {name}. "
-                        "Give finite ones, 1 where an element counts and 0 where not, and at least one that counts."
-                    )
+                    raise unusable("elements/numbers", least=float(mask.min()), most=float(mask.max()), name=name)
         kept[key] = embedding_LD
         while len(self._kept) > 1 and sum(held.nbytes for held in self._kept.values()) > EMBEDDING_CACHE_BYTES:
             del self._kept[next(iter(self._kept))]
@@ -299,17 +281,13 @@ class DiffusionPolicy(nn.Module):
         """Gives (L, D) float32 on the host, from (D,) too; a copy, since the caller may reuse its memory."""
         if not isinstance(embedding, Tensor) or embedding.is_complex():
             told = str(embedding.dtype) if isinstance(embedding, Tensor) else f"a {type(embedding).__name__}"
-            raise DataError(f"{name} is {told}. Give a torch.Tensor of real numbers, {self.condition_shape} at most.")
+            raise unusable("condition/type", name=name, told=told, shape=self.condition_shape)
         longest, width = self.condition_shape
         embedding_LD = embedding[None] if embedding.dim() == 1 else embedding
         if embedding_LD.dim() != 2 or not 1 <= embedding_LD.shape[0] <= longest or embedding_LD.shape[1] != width:
-            raise DataError(
-                f"{name} has the shape {tuple(embedding.shape)}; condition_shape allows 1 to {longest} vectors of "
-                f"width {width}. Change what embed gives, or condition_shape."
-            )
+            raise unusable("condition/shape", name=name, shape=tuple(embedding.shape), longest=longest, width=width)
         copied_LD = embedding_LD.detach().to("cpu", torch.float32, copy=True).contiguous()
-        if not bool(copied_LD.isfinite().all()):
-            raise DataError(f"{name} has numbers that are not finite. Give finite ones.")
+        unusable.when(not bool(copied_LD.isfinite().all()), "condition/finite", name=name)
         return copied_LD
 
     def _null(self, condition: Condition) -> Condition:
@@ -325,7 +303,7 @@ def policy_of(model: nn.Module) -> DiffusionPolicy:
     """Finds the policy inside what a trainer holds."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(inner, DiffusionPolicy):
-        raise ConfigError(f"{type(inner).__name__} is no DiffusionPolicy. Wrap the denoiser in one.")
+        raise refusal("policy", kind=type(inner).__name__)
     return inner
 
 
@@ -335,12 +313,10 @@ def prepare_policy(
     """Puts a policy where it is trained, with an adapter and a reference if wanted."""
     inner = policy_of(policy)
     adapted = isinstance(policy, PeftModel) or isinstance(inner.denoiser, PeftModel)
-    if peft_config is not None and adapted:
-        raise ConfigError("peft_config is given, but the policy has a PEFT adapter already. Leave one of the two out.")
+    refusal.when(peft_config is not None and adapted, "peft_config/twice")
     model = (policy if peft_config is None else get_peft_model(policy, peft_config)).eval()
     model = placed(model, torch.device(device))
-    if not any(weight.requires_grad for weight in model.parameters()):
-        raise ConfigError("The diffusion policy has no trainable weight. Unfreeze the denoiser or pass a peft_config.")
+    refusal.when(not any(weight.requires_grad for weight in model.parameters()), "policy/trainable")
     if not with_reference or adapted or peft_config is not None:
         return model, None
     return model, copy.deepcopy(inner.denoiser).requires_grad_(False).eval()
@@ -363,8 +339,7 @@ def _is_number(value: Any) -> bool:
 def _as_shape(name: str, shape: Any, wanted: str, axes: int | None = None) -> tuple[int, ...]:
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     right = sizes and all(_is_whole(size) and size > 0 for size in sizes) and len(sizes) == (axes or len(sizes))
-    if not right:
-        raise ConfigError(f"{name} is {shape!r}. Set it to {wanted}, whole numbers above 0.")
+    refusal.when(not right, "shape", name=name, shape=shape, wanted=wanted)
     return tuple(int(size) for size in sizes)
 
 
@@ -374,15 +349,9 @@ def _check_laid_out(scheduler: Any, steps: int) -> None:
         table = getattr(scheduler, name, None)
         if not isinstance(table, Tensor) or table.shape != (steps,):
             given = f"of shape {tuple(table.shape)}" if isinstance(table, Tensor) else f"a {type(table).__name__}"
-            raise ConfigError(
-                f"After set_timesteps({steps}), {name} of {type(scheduler).__name__} is {given}. It must be a tensor "
-                f"of shape ({steps},)."
-            )
+            raise refusal("scheduler/steps", steps=steps, name=name, kind=type(scheduler).__name__, given=given)
     if not bool(scheduler.stds.isfinite().all()) or bool((scheduler.stds < 0).any()):
-        raise ConfigError(
-            f"stds of {type(scheduler).__name__} are {scheduler.stds.tolist()!s:.200}. They must be finite and not "
-            "below 0."
-        )
+        raise refusal("scheduler/stds", kind=type(scheduler).__name__, stds=scheduler.stds.tolist())
 
 
 def _numbers(prompt: Any) -> Tensor:
@@ -390,19 +359,13 @@ def _numbers(prompt: Any) -> Tensor:
     try:
         return torch.as_tensor(prompt, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"Prompt {repr(prompt)[:80]} is no list of numbers, and the DiffusionPolicy has no embed. Pass embed=..., "
-            "which gives a prompt's embedding (L, D)."
-        ) from error
+        raise unusable("embed", prompt=repr(prompt)[:80]) from error
 
 
 def _answer(denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
     output = denoiser(x, timesteps, condition)
     if not isinstance(output, Tensor):
-        raise ConfigError(
-            f"The denoiser gave a {type(output).__name__}. Return the tensor of what it predicts, such as "
-            "output.sample or output[0]."
-        )
+        raise refusal("denoiser/answer", kind=type(output).__name__)
     return output
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 
 BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
@@ -92,13 +92,10 @@ class LinearScheduler(ABC):
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             if getattr(self, name, allowed[0]) not in allowed:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}. Set it to one of {', '.join(allowed)}.")
+                raise refusal("scheduler/choice", name=name, value=getattr(self, name), allowed=", ".join(allowed))
         for name in ("eta", "noise_level"):
             if hasattr(self, name) and not _is_positive(getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; a step without noise has no log-prob, so that nothing could "
-                    "be learnt. Set it above 0, to a finite number."
-                )
+                raise refusal("scheduler/noise", name=name, value=getattr(self, name))
 
     @abstractmethod
     def set_timesteps(self, num_inference_steps: int) -> None:
@@ -131,18 +128,16 @@ class DiffusionScheduler(LinearScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.steps_offset, int) or self.steps_offset < 0:
-            raise ConfigError(f"steps_offset is {self.steps_offset!r}. Set it to 0 or a whole number above.")
+            raise refusal("steps_offset", offset=self.steps_offset)
         self.alphas_cumprod = cumulative_alphas(
             self.num_train_timesteps, self.beta_start, self.beta_end, self.beta_schedule
         )
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out; refuses more than there are timesteps."""
-        if not 1 <= num_inference_steps <= self.num_train_timesteps:
-            raise ConfigError(
-                f"num_inference_steps is {num_inference_steps}, but the scheduler has {self.num_train_timesteps} "
-                f"timesteps. Set it to between 1 and {self.num_train_timesteps}."
-            )
+        most = self.num_train_timesteps
+        if not 1 <= num_inference_steps <= most:
+            raise refusal("num_inference_steps/most", steps=num_inference_steps, most=most)
         visited = _visited(self.num_train_timesteps, num_inference_steps, self.timestep_spacing, self.steps_offset)
         alphas = [float(self.alphas_cumprod[timestep]) for timestep in visited]
         pairs = pairwise([*alphas, 1.0])
@@ -231,16 +226,11 @@ class FlowSDEScheduler(LinearScheduler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _is_positive(self.shift):
-            raise ConfigError(f"shift is {self.shift!r}. Set it to a finite number above 0; 1 leaves timesteps even.")
+        refusal.when(not _is_positive(self.shift), "shift", shift=self.shift)
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out, from t = 1 to t = 0; refuses fewer than 2, of which none would have noise."""
-        if num_inference_steps < 2:
-            raise ConfigError(
-                f"num_inference_steps is {num_inference_steps}; the last step of a flow has no noise. Set it to 2 or "
-                "more."
-            )
+        refusal.when(num_inference_steps < 2, "num_inference_steps/flow", num_inference_steps=num_inference_steps)
         even = [1 - step / num_inference_steps for step in range(num_inference_steps + 1)]
         times = [self.shift * time / (1 + (self.shift - 1) * time) for time in even]
         told = torch.tensor(times[:-1], dtype=torch.float64) * self.time_scale
@@ -273,23 +263,13 @@ class DiffusersScheduler(LinearScheduler):
     def __post_init__(self) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
         for name in ("clip_sample", "thresholding"):
-            if getattr(config, name, False):
-                raise ConfigError(
-                    f"{name} of {type(scheduler).__name__} is True, so that a step's mean is no linear function of "
-                    f"the prediction. Build it with {name}=False."
-                )
+            refusal.when(getattr(config, name, False), "scheduler/nonlinear", name=name, kind=type(scheduler).__name__)
         if str(getattr(config, "variance_type", None) or "fixed").startswith("learned"):
-            raise ConfigError(
-                f"variance_type of {type(scheduler).__name__} is {config.variance_type!r}; a policy's steps have the "
-                "scheduler's variance. Use 'fixed_small'."
-            )
+            raise refusal("variance_type", kind=type(scheduler).__name__, config=config)
         if hasattr(scheduler, "alphas_cumprod"):
             self.prediction_type = config.prediction_type
         elif not hasattr(scheduler, "sigmas"):
-            raise ConfigError(
-                f"{type(scheduler).__name__} has neither alphas_cumprod nor sigmas. Use a DDIM, DDPM or flow-matching "
-                "scheduler, or write a class with timesteps, stds, set_timesteps and mean."
-            )
+            raise refusal("scheduler/unknown", kind=type(scheduler).__name__)
         super().__post_init__()
 
     def set_timesteps(self, num_inference_steps: int) -> None:
@@ -305,10 +285,7 @@ class DiffusersScheduler(LinearScheduler):
             return
         times = [float(sigma) for sigma in inner.sigmas]
         if not (0 < times[0] <= 1 and times[-1] == 0):
-            raise ConfigError(
-                f"sigmas of {type(inner).__name__} lead from {times[0]:.4g} to {times[-1]:.4g}; those of a rectified "
-                "flow lead from 1 to 0. Use a flow-matching scheduler."
-            )
+            raise refusal("sigmas", kind=type(inner).__name__, times=times, last=times[-1])
         self._lay_out(timesteps, flow_steps(times, flow_noise(self.noise_level, self.noise_shape, times[1]), None))
 
 
@@ -317,16 +294,10 @@ def as_scheduler(scheduler: Any) -> DenoisingScheduler:
     readable = hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")
     if isinstance(scheduler, type) or not readable:
         shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
-        raise ConfigError(
-            f"scheduler is {shown}. Pass an object, such as DDIMScheduler(), or one of the diffusers library."
-        )
+        raise refusal("scheduler/object", shown=shown)
     if hasattr(scheduler, "mean"):
         return scheduler  # type: ignore[no-any-return]
-    if not hasattr(scheduler, "config"):
-        raise ConfigError(
-            f"{type(scheduler).__name__} has neither mean nor config. Write a class with timesteps, stds, "
-            "set_timesteps and mean."
-        )
+    refusal.when(not hasattr(scheduler, "config"), "scheduler/methods", kind=type(scheduler).__name__)
     return DiffusersScheduler(scheduler)
 
 
@@ -340,10 +311,7 @@ def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str)
         "v_prediction": ((kept, -lost), (lost, kept)),
     }[prediction_type]
     if known is None:
-        raise ConfigError(
-            f"The cumulative alpha of a timestep is {alpha}, where prediction_type {prediction_type!r} says nothing. "
-            "Use 'v_prediction', or another noise schedule."
-        )
+        raise refusal("prediction_type", alpha=alpha, prediction_type=prediction_type)
     clean, noise = known
     variance = eta**2 * (1 - after) / (1 - alpha) * (1 - alpha / after) if after < 1 else 0.0
     to_clean, to_noise = math.sqrt(after), math.sqrt(max(0.0, 1 - after - variance))
@@ -357,10 +325,7 @@ def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: t
     pair = (0, count - 1) if noisy is None else noisy
     right = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, int) for end in pair)
     if not right or not 0 <= pair[0] < pair[1] <= count - 1:
-        raise ConfigError(
-            f"noisy_steps is {pair}; of {count} steps the last has no noise. Set it to (first, end) with "
-            f"0 <= first < end <= {count - 1}."
-        )
+        raise refusal("noisy_steps", pair=pair, count=count, most=count - 1)
     first, end = pair
     steps = []
     for column, (time, after) in enumerate(pairwise(times)):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge, hold, weights_of
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.critic import Critic, ValueLayer
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
@@ -104,21 +104,9 @@ class StateNetwork(StepNetwork):
         together, apart = self.together_and_alone()
         values = together[:, 0].tolist()
         if not isinstance(self.model, StateEncoder) and not all(map(math.isfinite, values)):
-            raise ConfigError(
-                f"The critic gives states of random noise the values {values}, and what is not finite would spoil the "
-                "policy's weights too. Look at how it divides, scales and begins its weights."
-            )
-        if apart > (_APART if self.width >= 4 else 50 * _APART):
-            raise ConfigError(
-                f"The critic gives states that it is shown together other values than alone: {apart:.1e} of their "
-                "norm. It mixes the rows of a batch (batch norm), or draws random numbers in eval mode. Use layers "
-                "that do not."
-            )
-        if not self.carries_gradient():
-            raise ConfigError(
-                "The critic's values carry no gradient, so that it could not learn. Remove torch.no_grad or detach "
-                "from its forward."
-            )
+            raise refusal("critic/finite", values=values)
+        refusal.when(apart > (_APART if self.width >= 4 else 50 * _APART), "critic/alone", apart=apart)
+        refusal.when(not self.carries_gradient(), "critic/gradient")
         _ = self.geometry
 
     def features(self, states: Tensor, columns: Sequence[int], condition: Condition) -> Tensor:
@@ -131,15 +119,8 @@ class StateNetwork(StepNetwork):
             return found
         if not isinstance(found, Tensor) or found.shape != states.shape[:1]:
             given = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(
-                f"The critic gave {given} for {len(states)} states. It is called as the denoiser is, critic(x, t, "
-                "condition), and must give a tensor of shape (rows,): one value for each state."
-            )
-        if not found.is_floating_point():
-            raise ConfigError(
-                f"The critic gave values of type {found.dtype}, which carry no gradient it could learn by. Let its "
-                "forward give real numbers of a float type, without rounding or comparing them."
-            )
+            raise refusal("critic/output", given=given, count=len(states))
+        refusal.when(not found.is_floating_point(), "critic/dtype", found=found)
         return found[:, None]
 
     def distribution(
@@ -186,17 +167,11 @@ class StateCritic(Critic):
 
 def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
     if not any(weight.requires_grad for weight in network.parameters()):
-        raise ConfigError(f"critic is a {type(network).__name__} without a trainable weight. Unfreeze it.")
+        raise refusal("critic/trainable", kind=type(network).__name__)
     if any(tensor.is_meta for tensor in (*network.parameters(), *network.buffers())):
-        raise ConfigError(
-            f"critic is a {type(network).__name__} on the meta device, without numbers. Make it on a real device, or "
-            "call to_empty and begin its weights."
-        )
+        raise refusal("critic/meta", kind=type(network).__name__)
     if {id(weight) for weight in network.parameters()} & {id(weight) for weight in adapter.model.parameters()}:
-        raise ConfigError(
-            "critic shares weights with the model. Leave critic out for a small network of its own, or give a copy "
-            "(copy.deepcopy) of the layers that it should begin with."
-        )
+        raise refusal("critic/shared")
 
 
 def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.base import LanguageAdapter, Route, naive_logits
 from memsafe_rl.models.module_state import eval_mode
@@ -88,11 +88,7 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
             break
         others.append(other)
     else:
-        raise ConfigError(
-            f"{type(adapter.lm).__name__} gives prompts that are decoded together other logits than alone: {reason}. "
-            f"transformers' own generate does not give those logits either: {others[0]} with a cache, {others[1]} "
-            "without one. Use a model that can be sampled token by token, and whose weights are finite."
-        )
+        raise refusal("agreement/together", kind=type(adapter.lm).__name__, reason=reason, others=others)
     adapter.path = replace(adapter.path, decodes=False, caches=cached)
     logger.warning(
         "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
@@ -114,11 +110,7 @@ def check_rows_alone(adapter: ModelAdapter) -> None:
         alone = torch.cat([naive_logits(adapter.distribution(begun, [row])) for row in range(2)])
     firsts = torch.arange(3, device=wanted_MV.device)
     relative = relative_difference(alone, wanted_MV[torch.cat([firsts, firsts + whole.actions.lengths[0]])])
-    if not relative <= _ALONE:
-        raise ConfigError(
-            f"{type(adapter.model).__name__} gives a row other logits beside another, or once tokens follow: they "
-            f"differ by {relative:.1e} of the largest. Let a hidden state depend on its own and earlier tokens alone."
-        )
+    refusal.when(not relative <= _ALONE, "agreement/row", kind=type(adapter.model).__name__, relative=relative)
 
 
 def scoring_disagreement(

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from memsafe_rl.accounting import autocast_bytes, claim
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models import refusal, unusable
 from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
@@ -222,15 +222,12 @@ class LanguageAdapter(ModelAdapter, ABC):
         Rows are padded on the right, where no completion token can see the padding, or packed, without any padding.
         """
         if columns is not None:
-            raise ConfigError(f"columns={columns}: {type(self.lm).__name__} scores whole rows. Leave columns out.")
+            raise refusal("columns/rows", columns=columns, kind=type(self.lm).__name__)
         if packed and not self.packs_prompts:
-            raise ConfigError(
-                f"packed=True, but {type(self.lm).__name__} scores whole rows: it gives packed rows other log-probs, "
-                "or the check at start has not been run. Leave packed out."
-            )
+            raise refusal("packed/rows", kind=type(self.lm).__name__)
         for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
             if prompt < 1:
-                raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
+                raise unusable("prompt/empty", row=row)
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         with self.numerics():
             if self.path.route is Route.WHOLE and not packed:
@@ -330,11 +327,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         if self.reference_adapter is not None:
             yield self.reference_adapter
             return
-        if not isinstance(self.model, PeftModel):
-            raise ConfigError(
-                f"{type(self.model).__name__} has neither a PEFT adapter nor a frozen copy, so there is no reference. "
-                "Pass reference_model, or set beta=0."
-            )
+        refusal.when(not isinstance(self.model, PeftModel), "beta/reference", kind=type(self.model).__name__)
         with as_reference(self.model):
             yield self
 
@@ -386,10 +379,7 @@ def refuse_prompt_learning(config: Any) -> None:
     """Refuses PEFT methods that add tokens or gates to the sequence instead of layers to the network."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         kind = getattr(config.peft_type, "value", config.peft_type)
-        raise ConfigError(
-            f"peft_config is {kind}, which learns a prompt; rows would no longer be prompt plus completion. "
-            "Use a method that adapts layers, such as LoraConfig."
-        )
+        raise refusal("peft_config/prompt", kind=kind)
 
 
 def _switch_off_checkpointing(lm: nn.Module) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.few_operators import short_rotations
@@ -191,11 +191,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def balance_experts(self, coef: float) -> None:
         """Has updates add the balance loss of a mixture of experts, whose tokens count once in every row."""
-        if self.path.route is Route.WHOLE:
-            raise ConfigError(
-                f"router_aux_loss_coef is above 0, but {type(self.lm).__name__} is scored row by row by its own "
-                "forward. Set router_aux_loss_coef=0.0."
-            )
+        refusal.when(self.path.route is Route.WHOLE, "router_aux_loss_coef/rows", kind=type(self.lm).__name__)
         self.routers = Routers(self.lm, coef)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
@@ -280,8 +276,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
 def causal_lm_of(model: nn.Module) -> Any:
     """Gives the transformers causal LM inside a model, LoRA layers in place."""
     lm = language_model_of(model)
-    if is_encoder_decoder(lm):
-        raise ConfigError(f"{type(lm).__name__} is an encoder-decoder; use Seq2SeqAdapter for it.")
+    refusal.when(is_encoder_decoder(lm), "adapter/seq2seq", kind=type(lm).__name__)
     return lm
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ADAPTERS, Adapter, ModelAdapter
 from memsafe_rl.models.language.agreement import check_rows_alone
 from memsafe_rl.ops.registry import refuse_incomplete
@@ -31,7 +31,7 @@ def adapter_for(
     """Wraps a network by its family; ``inputs`` turns stored ids into what it reads, None for tokens as they are."""
     family = family_of(model)
     if family is None:
-        raise ConfigError(f"model is a {type(model).__name__}, of no known family. Name it by register_adapter.")
+        raise refusal("family", kind=type(model).__name__)
     more = {} if inputs is None else {"inputs": inputs}
     adapter = family.function(model, pad_token_id=pad_token_id, reference_model=reference_model, **more)
     refuse_incomplete(adapter, ModelAdapter, f"adapter {family.name!r}")

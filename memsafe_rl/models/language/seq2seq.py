@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.shared_prefix_attention import (
@@ -72,14 +72,10 @@ class Seq2SeqAdapter(LanguageAdapter):
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = language_model_of(model)
-        if not is_encoder_decoder(lm):
-            raise ConfigError(f"{type(lm).__name__} is no encoder-decoder; use CausalLMAdapter for it.")
+        refusal.when(not is_encoder_decoder(lm), "adapter/causal_lm", kind=type(lm).__name__)
         windows = layer_windows(decoder_config(lm))
         if windows is None or lm.get_output_embeddings() is None:
-            raise ConfigError(
-                f"{type(lm).__name__} has no head for tokens, or layers that are no attention, so that it cannot draw "
-                "completions here. Use an encoder-decoder such as T5 or BART, in its ForConditionalGeneration form."
-            )
+            raise refusal("seq2seq/head", kind=type(lm).__name__)
         super().__init__(
             model, lm, pad_token_id=pad_token_id, routes=(Route.MASKED,), joins=True, reference_model=reference_model
         )
@@ -276,15 +272,9 @@ def start_token_of(lm: Any) -> int:
         if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
             return start
         if start is not None:
-            raise ConfigError(
-                f"{name} of {type(lm).__name__} is {start!r}, but its decoder knows the tokens 0 to {known - 1}, and "
-                f"reads one of them before a completion. Set model.config.{name}; for T5 it is the pad token, for BART "
-                "the eos token."
-            )
-    raise ConfigError(
-        f"{type(lm).__name__} names no decoder_start_token_id, so that nothing predicts a completion's first token. "
-        "Set model.config.decoder_start_token_id; for T5 it is the pad token."
-    )
+            kind = type(lm).__name__
+            raise refusal("decoder_start_token_id/range", name=name, kind=kind, start=start, last=known - 1)
+    raise refusal("decoder_start_token_id/missing", kind=type(lm).__name__)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A device on which operators give shapes and no numbers, and every storage counts as what it stands for."""
+"""Tensors without bytes on a device that only counts: what CUDA and a memo of operators say of them."""
 
 from __future__ import annotations
 
@@ -6,22 +6,234 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter, standing_for
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.memory.simulated.workspaces import cast_bytes, is_measured
-from memsafe_rl.preflight.fake.cuda import CudaFunctions
-from memsafe_rl.preflight.fake.memo import Memo
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured
+from memsafe_rl.models.language.kernels import Kernel, kernel_for
+
+_HALF = (torch.float16, torch.bfloat16)
+_MASK_ALIGNED = 16
+"""Keys to whose whole multiples PyTorch pads masks."""
+
+
+_IN_FLOAT32 = {
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log1p", "log2", "norm", "pow", "__pow__",
+    "reciprocal", "rsqrt", "sinh", "tan", "dist", "layer_norm", "group_norm", "renorm", "cosine_similarity",
+    "binary_cross_entropy_with_logits", "kl_div", "l1_loss", "smooth_l1_loss", "softplus",
+}  # fmt: skip
+_INTO_FLOAT32 = {"cumprod", "cumsum", "log_softmax", "prod", "softmax", "sum"}
+"""Functions that autocast computes in float32 on CUDA and not on a CPU, and those that give float32 unless told a type
+(PyTorch's ``autocast_mode.h``)."""
+
+
+class CudaFunctions(TorchFunctionMode):
+    """Has functions that CUDA computes otherwise than the CPU hold what they hold there."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs attention by CUDA's kernels, and under autocast in CUDA's types; everything else as it is."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return _attend(*args, **kwargs)
+        if func is torch.autograd.backward:
+            with self:  # for blocks that are recomputed; edges do not come here again, as tensors would
+                return func(tuple(map(get_gradient_edge, args[0])), *args[1:], **kwargs)
+        name = getattr(func, "__name__", "")
+        if (name in _IN_FLOAT32 or name in _INTO_FLOAT32) and torch.is_autocast_enabled("cpu"):
+            if name in _IN_FLOAT32:
+                args, kwargs = tree_map(_wide, (args, kwargs))
+            elif isinstance(args[0], Tensor) and args[0].dtype in _HALF:
+                kwargs = {"dtype": torch.float32, **kwargs}
+        return func(*args, **kwargs)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    parts, head, seen = [part.to(kind) for part in (query, key, value)], query.shape[-1], key.shape[-2]
+    kernel = kernel_for("cuda", kind, head, value.shape[-1], masked=attn_mask is not None)
+    own_heads, aligned = query.shape[1] == key.shape[1], 16 // kind.itemsize
+    if query.dim() == 4 and not (is_causal and query.shape[-2] != seen):
+        if kernel is Kernel.FLASH and (own_heads or enable_gqa):
+            scale = head**-0.5 if scale is None else scale
+            padded = (pad(part, (0, -head % aligned)) if head % aligned else part for part in parts)
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(*padded, dropout_p, is_causal, scale=scale)[0][..., :head]  # type: ignore[no-any-return]
+        if kernel is not Kernel.BLOCKS and own_heads and not (head % aligned or value.shape[-1] % aligned):
+            mask = None if attn_mask is None else _padded(attn_mask, parts[0]).expand(*query.shape[:3], seen)
+            graded = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+            efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+            return efficient(*parts, mask, graded, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    with sdpa_kernel(SDPBackend.MATH):
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _padded(mask: Tensor, like: Tensor) -> Tensor:
+    """Gives a mask in floats whose rows begin at multiples of 16."""
+    seen = mask.shape[-1]
+    mask = torch.where(mask, 0.0, -torch.inf).to(like.dtype) if mask.dtype is torch.bool else mask.to(like.dtype)
+    return pad(mask, (0, -seen % _MASK_ALIGNED))[..., :seen] if seen % _MASK_ALIGNED else mask
+
+
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that say all about themselves."""
+
+_MOST_RECIPES = 50_000
+"""Recipes after which a process begins anew; a forecast needs some thousands."""
+
+
+class _Unknown(Exception):  # noqa: N818 - no error: the question is passed on
+    """An argument that does not say all about itself, such as a number that stands for a symbol."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How a result follows from arguments of these shapes."""
+
+    place: int | None  # index of the argument that shares its storage; None for storage of its own
+    same: bool  # whether the result is that argument itself
+    shape: torch.Size  # of the result
+    stride: tuple[int, ...]  # of the result, in elements
+    offset: int  # of the result in its storage, in elements
+    dtype: torch.dtype  # of the result
+    device: torch.device  # of the result, as it says
+    about: Mapping[str, Any]  # what a fake tensor knows besides, its mode left out
+
+
+class Memo:
+    """Makes results of operators on fake tensors that were seen before with arguments of the same shapes.
+
+    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to. Later forecasts
+    of the process ask much the same.
+    """
+
+    def __init__(self) -> None:
+        self._recipes: dict[Hashable, _Recipe | None] = {}
+
+    def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+        """Gives what the shape of a result depends on."""
+        try:
+            named = tuple(kwargs), _known(tuple(kwargs.values()))
+            return func, _known(args), named, torch.get_default_dtype()
+        except _Unknown:
+            return None
+
+    def answer(self, key: Hashable, args: Sequence[Any], mode: Any) -> tuple[Tensor, bool] | None:
+        """Makes a result as it was made before."""
+        recipe = self._recipes.get(key)
+        if recipe is None:
+            return None
+        if recipe.same and recipe.place is not None:
+            return args[recipe.place], False
+        with torch._C._DisableTorchDispatch():
+            if recipe.place is None:
+                hollow = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
+            else:
+                hollow = torch.empty(0, dtype=recipe.dtype, device="meta")
+                storage = args[recipe.place].untyped_storage()
+                hollow.set_(storage, recipe.offset, recipe.shape, recipe.stride)
+            made = Tensor._make_subclass(
+                FakeTensor, hollow, False, dispatch_device=True, device_for_backend_keys=recipe.device
+            )
+            torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(recipe.about, fake_mode=mode)
+        return made, recipe.place is None
+
+    def remember(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Learns how a result was made."""
+        if key not in self._recipes:
+            if len(self._recipes) >= _MOST_RECIPES:
+                self._recipes.clear()
+            self._recipes[key] = _recipe(func, args, kwargs, result)
+
+
+def _known(values: Sequence[Any]) -> tuple[Hashable, ...]:
+    """Describes arguments; equal descriptions give equal shapes."""
+    found: list[Hashable] = []
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.fake_mode.in_kernel_invocation:
+                raise _Unknown
+            found.append((value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device))
+        elif kind in _PLAIN:
+            found.append((kind, value))
+        elif kind is list or kind is tuple:
+            found.append((kind, _known(value)))
+        else:
+            raise _Unknown
+    return tuple(found)
+
+
+def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Recipe | None:
+    """Says how to make a result again; None where it cannot be told."""
+    if type(result) is not FakeTensor or func.name() in WORKSPACES or torch.Tag.inplace_view in func.tags:
+        return None
+    if result.layout is not torch.strided or result.is_conj() or result.is_neg() or result.constant is not None:
+        return None
+    storage = result.untyped_storage()
+    given = [index for index, value in enumerate(args) if _shares(value, storage)]
+    if not given and any(_shares(value, storage) for value in (*args, *kwargs.values())):
+        return None  # into a list, or an argument by name
+    place = next((index for index in given if args[index] is result), given[0] if given else None)
+    if place is not None and not isinstance(args[place], Tensor):
+        return None
+    own, same = place is None, place is not None and args[place] is result
+    if result.requires_grad and not same:
+        return None
+    with torch._C._DisableTorchDispatch():
+        like = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
+    if own and (result.storage_offset() or storage.nbytes() != like.untyped_storage().nbytes()):
+        return None
+    return _Recipe(
+        place=place,
+        same=same,
+        shape=result.shape,
+        stride=result.stride(),
+        offset=cast(int, result.storage_offset()),
+        dtype=result.dtype,
+        device=result.fake_device,
+        about={name: value for name, value in result.__dict__.items() if name != "fake_mode"},
+    )
+
+
+def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
+    if isinstance(value, Tensor):
+        return bool(value.untyped_storage()._cdata == storage._cdata)
+    return isinstance(value, (list, tuple)) and any(_shares(one, storage) for one in value)
+
 
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 _DEVICE_OF = torch.ops.prim.device.default

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import MemsafeError, texts_beside
 from memsafe_rl.hub import places_for
+from memsafe_rl.preflight import refusal
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     name: {**networks["shared"], **sizes}
-    for networks in yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8")).values()
+    for networks in texts_beside(__file__, "families.yaml").values()
     for name, sizes in networks.items()
     if name != "shared"
 }
@@ -59,21 +59,15 @@ def config_for(model: str, role: str = "model", *, trust_remote_code: bool = Fal
     return config
 
 
-def _no_config(model: str, role: str, error: Exception) -> ConfigError:
+def _no_config(model: str, role: str, error: Exception) -> MemsafeError:
     """Makes the error for a network whose config cannot be had: what is wrong with it, or which names are near."""
     if model and Path(model).exists():
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        return ConfigError(
-            f"{role}={model!r} is there, but its config.json cannot be read ({type(error).__name__}: {reason}). Give a "
-            "folder with the config.json that the network was saved with, or mend it."
-        )
+        return refusal("config/read", role=role, model=model, kind=type(error).__name__, reason=reason)
     alike = difflib.get_close_matches(_short(model), map(_short, FAMILIES), n=3, cutoff=0.75)
     near = [known for known in FAMILIES if _short(known) in alike]
     known = f"; near to it are {', '.join(near)}" if near else f", such as {', '.join(list(FAMILIES)[:3])}"
-    return ConfigError(
-        f"{role}={model!r} is neither a folder with a config.json, nor a name on a hub that can be reached, nor one "
-        f"of those known without it{known}. Write one of these, or save its config.json and give its folder."
-    )
+    return refusal("config/unknown", role=role, model=model, known=known)
 
 
 def _short(name: str) -> str:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.models.vision.processors import freeze_tower, reads_images
+from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import empty_like, give_fake_weights, true_numbers
 
 _BLOCK = 64
@@ -40,7 +40,7 @@ def fake_language_model(
 ) -> Any:
     """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`."""
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
-        raise ConfigError("Only 4-bit bases (BitsAndBytesConfig(load_in_4bit=True)) can be forecast, or plain ones.")
+        raise refusal("quantization/bits")
     kind = auto_class_of(config)
     with torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
@@ -83,9 +83,7 @@ def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, tr
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
-        raise ConfigError(
-            f"A network of the type {config.model_type!r} cannot {use}: {kind.__name__} knows none. Give another one."
-        ) from None
+        raise refusal("network/use", config=config, use=use, name=kind.__name__) from None
 
 
 def hollow_copy(model: nn.Module) -> Any:

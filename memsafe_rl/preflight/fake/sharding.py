@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
-from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.preflight import refusal
 from memsafe_rl.types import Component, Phase
 
 
@@ -56,12 +56,9 @@ def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
 
 def read_sharding(given: str, ranks: int) -> Sharding:
     """Reads a way of dividing."""
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"ranks is {ranks!r}; a run has at least 1 rank.")
-    if given not in list(Sharding):
-        raise ConfigError(f"sharding is {given!r}; write one of {', '.join(Sharding)}.")
-    if Sharding(given) is not Sharding.NONE and ranks == 1:
-        raise ConfigError(f"sharding is {given!r} with 1 rank, which has nobody to share with. Set ranks.")
+    refusal.when(isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1, "ranks", ranks=ranks)
+    refusal.when(given not in list(Sharding), "sharding/word", given=given, known=", ".join(Sharding))
+    refusal.when(Sharding(given) is not Sharding.NONE and ranks == 1, "sharding/ranks", given=given)
     return Sharding(given)
 
 

@@ -21,8 +21,8 @@ from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
+from memsafe_rl.rollout.external.vllm_weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.rollout.server.routes import Server, ServerError
-from memsafe_rl.rollout.vllm.weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 logger = logging.getLogger(__name__)

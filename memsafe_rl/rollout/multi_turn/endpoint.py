@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from typing import Any
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.chat import as_template, check_depth, encodable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
@@ -147,20 +147,13 @@ class ChatServer:
     """
 
     def __init__(self, host: str, port: int, token: str | None, *, remote: bool) -> None:
-        if not remote and host != "localhost" and not _is_loopback(host):
-            raise ConfigError(
-                f"host is {host!r}, which other machines can reach: whoever has the token could draw from the model. "
-                'Leave it at "127.0.0.1", or set remote=True.'
-            )
+        refusal.when(not remote and host != "localhost" and not _is_loopback(host), "endpoint/host", host=host)
         self.token = token or secrets.token_urlsafe(24)
         self._boxes: dict[str, Mailbox] = {}
         try:
             self._http = _HTTPServer((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"the endpoint cannot listen at {host!r}, port {port}: {error}. Give this machine's IPv4 address and "
-                "a port that is free, or 0 for any."
-            ) from error
+            raise refusal("endpoint/listen", host=host, port=port, error=error) from error
         self._http.owner = self
         self._told = False
         self.root = f"http://{host}:{self._http.server_address[1]}"

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from memsafe_rl.errors import ConfigError, DataError, MemsafeError
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, ChatServer
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Message, Observation, Rewritten, Step, ToolCall
 
@@ -76,10 +77,8 @@ class AgentHarness:
         remote: bool = False,
         timeout_seconds: float = 600.0,
     ) -> None:
-        if not callable(agent):
-            raise ConfigError(f"agent is {agent!r:.100}. Give a function of a dataset's row and an AgentClient.")
-        if not timeout_seconds > 0:
-            raise ConfigError(f"timeout_seconds is {timeout_seconds}. Give more than 0 seconds.")
+        refusal.when(not callable(agent), "agent/call", agent=agent)
+        refusal.when(not timeout_seconds > 0, "agent/timeout", timeout_seconds=timeout_seconds)
         self.agent, self.timeout_seconds = agent, timeout_seconds
         self.server = ChatServer(host, port, token, remote=remote)
         self._told = False
@@ -169,10 +168,7 @@ class AgentEpisode(Environment):
         """Starts the agent, and waits for its first request."""
         self._play, self._given = _Play(self._harness, example), None
         seen = self._next()
-        if seen is None and self._play.over.is_set() and not self._play.failed:
-            raise DataError(
-                "an agent ended before it asked the model for anything. Have it call client.base_url at least once."
-            )
+        unusable.when(seen is None and self._play.over.is_set() and not self._play.failed, "agent/silent")
         return Rewritten(()) if seen is None else seen
 
     def step(self, action: Action) -> Step:

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import MemsafeError
+from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.multi_turn.protocol import Tool
 
 _FAREWELL_SECONDS = 5.0
@@ -55,16 +56,14 @@ class MCPTools:
         if not self._ready.wait(timeout_seconds) or self._error:
             self.close()
             reason = self._error or f"it did not answer within {timeout_seconds:g} seconds"
-            raise ConfigError(f"The MCP server {self._named} cannot be used: {reason}. Start it by hand to see why.")
+            raise refusal("mcp/server", server=self._named, reason=reason)
         there: dict[str, Any] = {tool.name: tool for tool in self._listed}
         missing = sorted(set(allow or ()) - there.keys())
         if missing or not there or (allow is not None and not allow):
             self.close()
             lacking = ", ".join(missing) or ("at all" if not there else "of those in `allow`, which names none")
             names = ", ".join(sorted(there)) or "none"
-            raise ConfigError(
-                f"The MCP server {self._named} has no tool {lacking}; there are {names}. Correct `allow`."
-            )
+            raise refusal("mcp/tool", server=self._named, lacking=lacking, names=names)
         self._tools = [_tool(self, tool) for name, tool in there.items() if allow is None or name in allow]
 
     def __iter__(self) -> Iterator[Tool]:
@@ -148,9 +147,7 @@ def _library() -> Any:
     try:
         return importlib.import_module("mcp")
     except ImportError as error:
-        raise ConfigError(
-            "MCPTools needs the package mcp, which is not installed: pip install 'memsafe-rl[mcp]'."
-        ) from error
+        raise refusal("mcp/package") from error
 
 
 def _target(server: Any, env: Mapping[str, str] | None) -> Any:
@@ -159,10 +156,7 @@ def _target(server: Any, env: Mapping[str, str] | None) -> Any:
         command, *arguments = map(str, server) if server else [""]
         return library.StdioServerParameters(command=command, args=arguments, env=dict(env or {}))
     if isinstance(server, Path) or (isinstance(server, str) and not server.startswith(("http://", "https://"))):
-        raise ConfigError(
-            f"server is {str(server)!r}, neither a command nor an address. Give the command as a list, such as "
-            '["python", "server.py"], or an address that begins with http:// or https://.'
-        )
+        raise refusal("mcp/target", server=str(server))
     return server
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memsafe_rl.errors import DataError
+from memsafe_rl.rollout import unusable
 
 Message = dict[str, Any]
 """A chat message: "role", "content", and what chat templates know besides."""
@@ -93,16 +93,13 @@ class Step:
 
     def __post_init__(self) -> None:
         done: object = self.done
-        if isinstance(done, str):
-            raise DataError(f"a Step has done={done!r:.100}, a text. Give True or False.")
+        unusable.when(isinstance(done, str), "step/done", done=done)
         try:
             operator.index(self.failures)
         except TypeError as error:
-            raise DataError(
-                f"a Step has failures={self.failures!r:.100}. Give the number of tool calls that failed."
-            ) from error
+            raise unusable("step/failures", failures=self.failures) from error
         if not isinstance(self.reward, (int, float)) or not math.isfinite(self.reward):
-            raise DataError(f"a Step has reward={self.reward!r:.100}. Give a finite number, or leave it out.")
+            raise unusable("step/reward", reward=self.reward)
 
 
 class User:

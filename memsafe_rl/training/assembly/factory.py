@@ -39,13 +39,13 @@ from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import (
     Advantages,
+    CriticAdvantages,
     GroupAdvantages,
     distilled_advantages,
     leave_one_out_advantages,
     token_baseline_advantages,
     turn_advantages,
 )
-from memsafe_rl.training.algorithms.critic_advantages import CriticAdvantages
 from memsafe_rl.training.algorithms.objectives import Combiner
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,

@@ -9,8 +9,8 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.config.declaring import unknown
 from memsafe_rl.config.objectives import check_reward_names
-from memsafe_rl.config.values import unknown
 from memsafe_rl.data.external_rollout import RolloutFunction
 from memsafe_rl.data.prompts import (
     IndexedPrompts,

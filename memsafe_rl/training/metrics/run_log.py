@@ -24,8 +24,7 @@ from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.runner import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.optim.optimizer import build_scheduler
-from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.training.state import RunState
+from memsafe_rl.training.setup import RunState, TrainingSetup
 
 logger = logging.getLogger(__name__)
 

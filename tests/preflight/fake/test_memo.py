@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.preflight.fake.device import fake_device
-from memsafe_rl.preflight.fake.memo import Memo
+from memsafe_rl.preflight.fake.device import Memo, fake_device
 
 OPERATORS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x * 2,

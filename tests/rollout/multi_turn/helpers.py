@@ -12,9 +12,8 @@ from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.rollout.multi_turn.calls import Caller
 from memsafe_rl.rollout.multi_turn.episode import EpisodeLimits, turn_key
-from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, EpisodeSettings
+from memsafe_rl.rollout.multi_turn.lockstep import AgentDraw, Beginning, Caller, EpisodeSettings
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey

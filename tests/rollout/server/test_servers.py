@@ -16,8 +16,8 @@ from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.rollout.engine import EngineContext, RolloutEngine
 from memsafe_rl.rollout.engines import ENGINES
+from memsafe_rl.rollout.external.vllm_weights import is_whole, written
 from memsafe_rl.rollout.server.routes import KEY_VARIABLE
-from memsafe_rl.rollout.vllm.weights import is_whole, written
 from memsafe_rl.types import Completion, RolloutPlan
 from tests.rollout.external.common import adapter_of, keys_of, nudge, prompts_of, settings_of, small_model
 from tests.rollout.server.fake_server import FakeServer

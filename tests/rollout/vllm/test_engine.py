@@ -18,9 +18,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `python -m benchmarks
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.runtime.recovery import under
+from memsafe_rl.rollout.engines import vllm as engine_module
 from memsafe_rl.rollout.engines.vllm import VLLMEngine, VLLMSettings
-from memsafe_rl.rollout.vllm import engine as engine_module
-from memsafe_rl.rollout.vllm import hosting
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 from tests.rollout.external.common import adapter_of, gap, keys_of, nudge, prompts_of, settings_of, small_model
 
@@ -103,7 +102,7 @@ def test_a_network_that_vllm_computes_otherwise_is_named(
     engines: list[VLLMEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # without it, the CPU build goes on with the output head that it packed before any weight was handed over
-    monkeypatch.setattr(hosting, "_repack", lambda _: None)
+    monkeypatch.setattr(engine_module, "_repack", lambda _: None)
     engines.append(engine := engine_for(small_model()))
     engine.synchronise(0)
     with pytest.raises(MemsafeError, match=r"does not compute what Qwen3ForCausalLM does"):

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.rollout.vllm.weights import named_weights, refuse_unmergeable
+from memsafe_rl.rollout.external.vllm_weights import named_weights, refuse_unmergeable
 from tests.tiny import tiny_model
 
 

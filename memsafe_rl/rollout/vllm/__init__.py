@@ -1,1 +1,0 @@
-"""vLLM inside the training process."""
