@@ -49,7 +49,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.random_runs import draw_run
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
-from memsafe_rl.diagnostics.run_folder import by_phase
+from memsafe_rl.diagnostics.run_figures import by_phase
 from memsafe_rl.preflight import forecast as forecasting
 from tests.device import build, pretend
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
 
-from memsafe_rl.diagnostics.run_folder import RunFigures
+from memsafe_rl.diagnostics.run_figures import RunFigures
 from memsafe_rl.records import run_id_of, still_ours
 from memsafe_rl.units import chat_text, format_bytes, format_seconds
 

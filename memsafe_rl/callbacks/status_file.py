@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from memsafe_rl.diagnostics.run_folder import phase_peaks
+from memsafe_rl.diagnostics.run_figures import phase_peaks
 from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, versions, write_json
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.records import RUN_FILE, read_json, run_id_of, still_ours

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoProcessor, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
 from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
-from memsafe_rl.diagnostics.run_folder import read_run, run_figures
+from memsafe_rl.diagnostics.run_figures import read_run, run_figures
 from memsafe_rl.errors import kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of

@@ -14,7 +14,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from memsafe_rl.cli.arguments import refusal
-from memsafe_rl.diagnostics.run_folder import Record, RunFolder, column, known, number
+from memsafe_rl.diagnostics.run_figures import Record, RunFolder, column, known, number
 from memsafe_rl.errors import texts_beside
 from memsafe_rl.units import percent, plain, scientific
 

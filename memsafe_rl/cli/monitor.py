@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import refusal
-from memsafe_rl.diagnostics.run_folder import PHASES
+from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from memsafe_rl import units
 from memsafe_rl.cli.arguments import refusal
 from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all, learning_sections
-from memsafe_rl.diagnostics.run_folder import (
+from memsafe_rl.diagnostics.run_figures import (
     PHASES,
     Record,
     RunFolder,

@@ -17,7 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
-from memsafe_rl.diagnostics.run_folder import run_figures
+from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter

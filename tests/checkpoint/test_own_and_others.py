@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from memsafe_rl.checkpoint.run_folder import claim
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.checkpoint.weights import read_weights
-from memsafe_rl.diagnostics.run_folder import read_run
+from memsafe_rl.diagnostics.run_figures import read_run
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
 from memsafe_rl.records import read_lines

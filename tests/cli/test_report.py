@@ -21,7 +21,7 @@ from memsafe_rl.callbacks.console import summary
 from memsafe_rl.cli import app
 from memsafe_rl.cli.charts import MOST_POINTS, Limit, Mark, Plot, Series, draw, y_ticks
 from memsafe_rl.cli.report import page, report
-from memsafe_rl.diagnostics.run_folder import read_run, run_figures
+from memsafe_rl.diagnostics.run_figures import read_run, run_figures
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.memory.simulated.device import SimulatedMemory

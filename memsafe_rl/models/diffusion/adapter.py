@@ -1,23 +1,180 @@
-"""A `DiffusionPolicy` as the loops use it, behind the `ScoringAdapter` protocol.
+"""A `DiffusionPolicy` as the loops use it, its pairs of row and column run one by one, and what a pair holds: measured.
 
 Axes: ``B`` rows, ``M`` entries, that is (row, column) pairs laid end to end; ``...`` stands for the axes of a state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import cast
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from memsafe_rl.accounting import autocast_bytes, host_memory
 from memsafe_rl.models import refusal
-from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
-from memsafe_rl.models.diffusion.policy import Condition, policy_of
+from memsafe_rl.models.adapter import ScoringAdapter
+from memsafe_rl.models.blocks import blocks_of, recomputed
+from memsafe_rl.models.diffusion.policy import Condition, DiffusionPolicy, policy_of
+from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.types import GaussianDistribution, Trajectory
+from memsafe_rl.slices import MicroBatchGroup, step_micro_batches, step_work
+from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes, UpdateWork
+
+
+class StepNetwork(ScoringAdapter, ABC):
+    """A network that reads states of denoising chains: a denoiser, or a critic."""
+
+    time_separable = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        network: nn.Module,
+        policy: DiffusionPolicy,
+        state_dtype: torch.dtype,
+        *weights: nn.Module | None,
+    ) -> None:
+        """Takes the module that reads states, and what holds weights: first what may be trained, then a frozen copy."""
+        self.model = model
+        self.network = network
+        self.policy = policy
+        self._weights = [held for held in weights if held is not None]
+        self._state_bytes = state_dtype.itemsize * math.prod(policy.sample_shape)
+
+    @abstractmethod
+    def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
+        """Runs the network on states before the first step, each after an embedded prompt."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network computes."""
+        return next(self.network.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the network's weights, and of the states that it is given."""
+        return next(weight.dtype for weight in self.network.parameters() if weight.is_floating_point())
+
+    @property
+    def width(self) -> int:
+        """Bytes of an activation's element."""
+        return autocast_bytes(self.device) or self.dtype.itemsize
+
+    @cached_property
+    def geometry(self) -> ModelGeometry:
+        """Sizes from which bytes are counted; what a pair holds is measured for the first who asks."""
+        own, blocks = self._weights[0], step_blocks(self.network)
+        weights = {weight.untyped_storage()._cdata for weight in (*own.parameters(), *own.buffers())}
+        kept, inputs = _kept_bytes(self.one_pair, weights, blocks, recompute=False)
+        outside, again = _kept_bytes(self.one_pair, weights, blocks, recompute=True)
+        widest = max(inputs, default=0)
+        elements = max(1, widest // self.width)  # of the widest block's input
+        return ModelGeometry(
+            layers=len(blocks),
+            hidden_size=elements,
+            intermediate_size=elements,
+            heads=1,
+            kv_heads=0,
+            head_dim=0,
+            vocab_size=1,
+            max_positions=None,
+            windows=(),
+            parameter_bytes=weight_bytes(*self._weights),
+            trainable_bytes=sum(weight.nbytes for weight in own.parameters() if weight.requires_grad),
+            compute_bytes=self.width,
+            cache_bytes=0,
+            head_trainable=False,
+            unit=UnitBytes(
+                kept=kept,
+                recomputed=min(kept, outside + sum(again)),
+                forward=max(2 * widest, kept // max(1, len(inputs))),
+                state=self._state_bytes,
+            ),
+        )
+
+    def one_pair(self) -> Tensor:
+        """Runs the network on one state of zeros."""
+        state = torch.zeros(1, *self.policy.sample_shape, device=self.device)
+        return self.first_step(state, [torch.zeros(self.policy.condition_shape)])
+
+    def carries_gradient(self) -> bool:
+        """Whether the network's answer has a graph."""
+        torch.clear_autocast_cache()  # it keeps weights that were cast before, perhaps without a graph
+        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"), torch.enable_grad():
+            return self.one_pair().requires_grad
+
+    @torch.no_grad()
+    def together_and_alone(self) -> tuple[Tensor, float]:
+        """Gives the answers to three states of noise, and how far from them those to each alone lie, of their norm."""
+        with torch.random.fork_rng(devices=[]), host_memory():
+            noise = torch.randn((3, *self.policy.sample_shape), generator=torch.Generator().manual_seed(0))
+            embedded = [torch.zeros(1, self.policy.condition_shape[1])] * len(noise)
+        with torch.random.fork_rng(devices=[], enabled=self.device.type == "cpu"):
+            together = self.first_step(noise.to(self.device), embedded)
+            alone = torch.cat([self.first_step(one[None].to(self.device), embedded[:1]) for one in noise])
+        return together, float((alone - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
+
+    def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
+        """Gives the shape of rows, as a memory policy may know it."""
+        return step_work(trajectory, rows, self.geometry)
+
+    def micro_batches(
+        self,
+        trajectory: Trajectory,
+        rows: Sequence[int],
+        tokens: int,
+        *,
+        columns: Sequence[int] | None = None,
+        packed: bool = False,  # noqa: ARG002
+    ) -> list[MicroBatchGroup]:
+        """Cuts rows × columns into rectangles; see `ScoringAdapter.micro_batches`."""
+        return step_micro_batches(trajectory, rows, tokens, columns)
+
+    def recompute(self, enabled: bool) -> AbstractContextManager[None]:
+        """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
+        return recomputed(step_blocks(self.network)) if enabled else nullcontext()
+
+
+def step_blocks(network: nn.Module) -> tuple[nn.Module, ...]:
+    """Gives the repeated blocks of a network, or the network itself where it has none."""
+    inner = cast(nn.Module, network.get_base_model() if isinstance(network, PeftModel) else network)
+    return blocks_of(inner) or (inner,)
+
+
+def _kept_bytes(
+    forward: Callable[[], Tensor], weights: set[int], blocks: Sequence[nn.Module], *, recompute: bool
+) -> tuple[int, list[int]]:
+    """Counts what autograd saves of one pair besides weights, and the bytes of each block's input."""
+    saved: dict[int, int] = {}
+    inputs: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def note(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, Tensor)]
+        inputs.append(max((value.nbytes for value in tensors), default=0))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
+        if recompute:
+            stack.enter_context(recomputed(blocks))
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
+        _graph = forward()  # it holds what is saved, so that no address comes twice
+    return sum(saved.values()), inputs
+
 
 _APART, _APART_NARROW = 1e-4, 5e-2
 """How far a denoiser's answers in two batches may lie apart, of their norm, in 32 bits and below."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from memsafe_rl.accounting import charge, hold, weights_of
 from memsafe_rl.models import refusal
 from memsafe_rl.models.critic import Critic, ValueLayer
-from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
-from memsafe_rl.models.diffusion.pair_bytes import StepNetwork
+from memsafe_rl.models.diffusion.adapter import DiffusionAdapter, StepNetwork
 from memsafe_rl.models.diffusion.policy import Condition, placed
 from memsafe_rl.types import Component, StateFeatures, Trajectory
 

@@ -142,9 +142,8 @@ def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
     """Refuses every setting that was changed and would be without effect; chains are alike: the first step is worst."""
     for name, setting in config.declared.items():
         value, default = getattr(config, name), setting.default
-        refusal.when(
-            setting.tokens_only and value != default, "denoiser/tokens", name=name, value=value, default=default
-        )
+        if setting.tokens_only and value != default:
+            raise refusal("denoiser/tokens", name=name, value=value, default=default)
     useless = sorted(_SHORTENED_BY_NOTHING.intersection(config.allow_lossy))
     if useless:
         raise refusal("denoiser/allow_lossy", name=useless[0])
