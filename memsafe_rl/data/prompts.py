@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -155,11 +155,12 @@ class PromptReader(Protocol):
         """
         return
 
-    def rehearse(self, prompts: Sequence[Tensor]) -> None:  # noqa: ARG002
+    def rehearse(self, prompts: Sequence[Tensor], around: Callable[[], AbstractContextManager[object]]) -> None:  # noqa: ARG002
         """Keeps as much as reading such prompts would keep, to be measured.
 
         Args:
             prompts: token ids (length,) int64 of each, from `ids`, on the host.
+            around: gives a context in which they may be read again.
         """
         return
 

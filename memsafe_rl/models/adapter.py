@@ -220,6 +220,29 @@ class ScoringAdapter(Protocol):
         del trajectory, rows, forward
         return nullcontext()
 
+    def make_ready(self, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
+        """Makes what rows read besides their tokens, where it is missing, or weights have moved since.
+
+        Args:
+            trajectory: the store.
+            rows: indices of the rows.
+        """
+        return
+
+    def learning(self, forward: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:
+        """Gathers, over all micro-batches of a step, the gradients of what rows read besides their tokens.
+
+        Leaving without an exception runs the backward pass of what made it; leaving with one drops them.
+
+        Args:
+            forward: gives the context of a forward; its backward runs outside.
+
+        Returns:
+            A context. Enter it by a ``with`` of its own, as `read_together`'s.
+        """
+        del forward
+        return nullcontext()
+
     def reference(self) -> AbstractContextManager[ScoringAdapter]:
         """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
 

@@ -120,7 +120,7 @@ def forecast_memory(
             found = dry.run_model(*_fake_chains(model, config, peft_config), memory)
         told = ("all chains are alike", *cuda)
     else:
-        network = _Network.of(model, config, device, peft_config, quantization_config, critic)
+        network = _Network.of(model, config, device, peft_config, quantization_config, critic, processing_class)
         dry = run(
             dataset=train_dataset,
             tokenizer=processing_class,
@@ -159,10 +159,18 @@ class _Network:
     quantization: Any
     trust_remote_code: bool
     with_critic: bool  # whether a critic is trained beside its adapter
+    sees_images: bool  # whether a processor reads the prompts
 
     @classmethod
     def of(
-        cls, model: str, settings: TrainerConfig, device: str, peft_config: Any, quantization_config: Any, critic: Any
+        cls,
+        model: str,
+        settings: TrainerConfig,
+        device: str,
+        peft_config: Any,
+        quantization_config: Any,
+        critic: Any,
+        processing_class: Any,
     ) -> _Network:
         """Reads the config of a named network; takes what the settings say of its loading out of them."""
         init = dict(settings.model_init_kwargs or {})
@@ -175,7 +183,8 @@ class _Network:
                 "A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits."
             )
         settings.model_init_kwargs = None
-        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, critic == "adapter")
+        trusts, shows = settings.trust_remote_code, hasattr(processing_class, "image_processor")
+        return cls(config, init, device, peft_config, quantization, trusts, critic == "adapter", shows)
 
     def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
         """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""
@@ -187,6 +196,7 @@ class _Network:
             trust_remote_code=self.trust_remote_code,
             frozen=frozen,
             with_critic=self.with_critic and not frozen,
+            sees_images=self.sees_images,
         )
 
     def reference_of(self, settings: TrainerConfig) -> Callable[[], Any]:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,14 +53,36 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
-TrunkInputs = Callable[..., dict[str, Any]]
-"""Gives a trunk's arguments, ``of(lm, ids_BN, positions_BN=None)``, from stored ids and their slots in their rows, None
-where every row begins at slot 0; no tensor value is read."""
+class TrunkInputs(Protocol):
+    """What stored ids stand for."""
+
+    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Gives a trunk's arguments; no tensor value is read.
+
+        Args:
+            lm: the network.
+            ids_BN: (B, N) int64.
+            positions_BN: (B, N) int64, their slots in their rows; None where every row begins at slot 0.
+
+        Returns:
+            The arguments, by name.
+        """
+        return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+
+    def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
+        """Makes what rows read besides their tokens; see `ScoringAdapter.make_ready`."""
+        return
+
+    def learning(
+        self, model: nn.Module, forward: Callable[[], AbstractContextManager[object]]
+    ) -> AbstractContextManager[None]:
+        """Gathers the gradients of that; see `ScoringAdapter.learning`."""
+        del model, forward
+        return nullcontext()
 
 
-def token_inputs(_lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
-    """Gives ids as they are, and the positions where these are known."""
-    return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+class TokenInputs(TrunkInputs):
+    """Ids that stand for tokens of the vocabulary alone."""
 
 
 class _TransitLayer(DynamicLayer):  # type: ignore[misc]
@@ -88,7 +110,7 @@ class CausalLMAdapter(LanguageAdapter):
     ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
-        self.inputs = inputs or token_inputs
+        self.inputs = inputs or TokenInputs()
         accepted = inspect.signature(lm.base_model.forward).parameters
         routes: tuple[Route, ...] = (Route.MASKED,)
         if lm.base_model is lm or lm.get_output_embeddings() is None:
@@ -125,10 +147,18 @@ class CausalLMAdapter(LanguageAdapter):
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
+    def make_ready(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
+        """Makes what rows read besides their tokens; see `ScoringAdapter.make_ready`."""
+        self.inputs.make_ready(self.lm, trajectory, rows)
+
+    def learning(self, forward: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:
+        """Gathers the gradients of that; see `ScoringAdapter.learning`."""
+        return self.inputs.learning(self.model, forward)
+
     def _packed_states(self, laid: PackedRows) -> Tensor:
         """Gives hidden states (N, D) of all tokens of a packed row."""
         with attending(self._attention_configs, laid.layout):
-            output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
+            output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
         hidden_ND: Tensor = output[0][0]
         return hidden_ND
 
@@ -148,6 +178,7 @@ class CausalLMAdapter(LanguageAdapter):
         laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
         trunk = laid.layout.keeps
         assert trunk is not None, "a trunk is laid to be kept"
+        self.make_ready(trajectory, rows)
         with forward(), self.numerics():
             graph_ND = self._packed_states(laid)
         wide = torch.promote_types(graph_ND.dtype, torch.float32)
@@ -179,7 +210,7 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
             output = self.lm.base_model(
-                **self.inputs(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
@@ -222,7 +253,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
         """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
-        inputs, run = self.inputs(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
+        inputs, run = self.inputs.of(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
                 output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
@@ -258,7 +289,9 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
+            output = trunk(
+                **self.inputs.of(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True
+            )
         return cast(Tensor, output[0])
 
 
