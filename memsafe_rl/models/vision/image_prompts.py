@@ -140,6 +140,7 @@ class ImagePrompts:
             for reader, features in found.items():
                 with nullcontext() if reader == own else peft_adapter_on(model, reader[1][0]):
                     self._tower.learn(features, forward, self.table.around or nullcontext)
+            found[own].fresh.clear()  # weights move next, which fused optimizers do not tell their versions
         finally:
             self._learning = False
             self._keep_own()
