@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
-from memsafe_rl import SimulatedMemory
-from tests.images import FAMILIES, IMAGE, VIDEO, picture, rows, small
+from memsafe_rl import PPOConfig, PPOTrainer, SimulatedMemory
+from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
-from tests.trainers.test_images import GROUP, make, own_logits
+from tests.trainers.test_images import GROUP, make, own_logits, pay
 
 CUTS = {
     "row by row": {"micro_batch_tokens": 1, "pack_prompts": False},
@@ -56,7 +57,7 @@ def naive_gradient(model: Any, data: list[dict[str, Any]], trainer: Any, referen
                 gap = logprobs_of(reference, row, ids)
             loss = loss + beta * ((gap - own).exp() - (gap - own) - 1) * ratio
         (loss.sum() / total).backward()
-    return torch.cat([weight.grad.flatten().double() for weight in model.parameters()])
+    return torch.cat([weight.grad.flatten().double() for weight in model.parameters() if weight.requires_grad])
 
 
 def made(tmp_path: Path, model: Any, **more: Any) -> Any:
@@ -102,3 +103,138 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
         logits_TV[:, [IMAGE, VIDEO]] = -torch.inf
         own = logits_TV.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
+
+
+def passes_of(trainer: Any) -> list[bool]:
+    """Notes each forward of a trainer's tower, and whether it keeps a graph."""
+    found: list[bool] = []
+    trainer.model.model.visual.register_forward_pre_hook(lambda *_: found.append(torch.is_grad_enabled()))
+    return found
+
+
+def features_of(trainer: Any) -> list[Any]:
+    """Gives the features that are kept."""
+    return list(trainer.setup.models.reader.kept().features.values())
+
+
+def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=2, policy=cut(1))
+    found = passes_of(trainer)
+    trainer.train()
+    assert found == [False] + 2 * ([False] * 3 + [True] * 3)  # the check at start; then in each rollout
+    assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+    later = made(tmp_path / "b", learner(), max_steps=2, num_iterations=2)
+    found = passes_of(later)
+    later.train()
+    assert found == [False] + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) -> None:
+    trainer = made(tmp_path, small(), max_steps=2, num_iterations=2)
+    found = passes_of(trainer)
+    trainer.train()
+    table = trainer.setup.models.reader.kept()
+    assert found == [False] * 4
+    assert not table.shown
+    assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+
+
+STEPS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
+
+
+def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> None:
+    places: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def ended(fail_at: int | None) -> tuple[Any, SimulatedMemory]:
+        with SimulatedMemory(fail_at=fail_at) as memory:
+            trainer = made(tmp_path / str(fail_at), learner(), **STEPS, policy=cut(40, pack_prompts=True))
+            tower = trainer.model.model.visual
+            for network in (tower, trainer.ref_model.model.visual):
+                network.blocks[1].register_forward_pre_hook(lambda *_: places["forward"].append(memory.allocations))
+            tower.merger.mlp.register_full_backward_hook(lambda *_: places["backward"].append(memory.allocations))
+            trainer.train()
+        return trainer, memory
+
+    plain, _ = ended(None)
+    known = {name: list(found) for name, found in places.items()}
+    assert [len(found) for found in known.values()] == [1 + 3 * 8, 9]
+    # While read, for the reference, in the last pass, again after weights moved, in that pass, and in the next rollout.
+    tried = [known["forward"][place] for place in (1, 4, 8, 11, 15, 20)]
+    tried += [known["backward"][place] for place in (0, 4, 8)]
+    for entered in tried:
+        for later in (1, 25):
+            found, memory = ended(entered + later)
+            assert memory.refusals == 1
+            assert torch.equal(weights(found), weights(plain)), entered
+
+
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    whole = made(tmp_path / "whole", learner(), **STEPS)
+    whole.train()
+    for stop in (1, 2):
+        kept = {"save_strategy": "steps", "save_steps": 1}
+        made(tmp_path / str(stop), learner(), **{**STEPS, **kept, "max_steps": stop}).train()
+        second = made(tmp_path / str(stop), learner(), **STEPS, **kept)
+        second.train(resume_from_checkpoint=True)
+        assert torch.equal(weights(second), weights(whole))
+
+
+def test_every_part_of_a_tower_moves_as_with_trl(tmp_path: Path) -> None:
+    for name, more in {"grpo": {}, "beta": {"beta": 0.1}, "packed": {"policy": cut(30, pack_prompts=True)}}.items():
+        start = learner()
+        trainer = made(tmp_path / name, start, max_steps=1, learning_rate=0.1, **more)
+        trainer.train()
+        for (key, before), after in zip(start.named_parameters(), trainer.model.parameters(), strict=True):
+            assert not torch.equal(before, after), key
+
+
+def lora(**more: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **more)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
+def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(tmp_path: Path, cut_as: str, steps: int) -> None:
+    with InDouble():
+        start = learner(dtype=torch.float64)
+        trainer = made(
+            tmp_path, start, peft_config=lora(), policy=cut(**CUTS[cut_as]), beta=0.5, num_iterations=2, max_steps=2
+        )
+        names = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+        trainer.model.double()
+        found = gradient_of(trainer, steps)
+        adapted = copy.deepcopy(trainer.model).get_base_model()
+        wanted = naive_gradient(adapted, shown(), trainer, start, 0.5)
+    assert any("visual" in name for name in names)
+    assert relative(found, wanted) < 1e-12
+
+
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
+    found = []
+    config = PPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        max_completion_length=6,
+        max_steps=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+        shuffle_dataset=False,
+    )
+    for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
+        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy, "processing_class": processor()}
+        with InDouble():
+            torch.manual_seed(0)
+            trainer = PPOTrainer(learner(dtype=torch.float64), pay, copy.deepcopy(config), shown(), **more)
+            trainer.setup.trained.double()
+            for weight in trainer.setup.advantages.critics[0].head.parameters():
+                weight.data.fill_(0.1)
+            found.append(gradient_of(trainer))
+        gradients = {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
+        critic = [grad for name, grad in gradients.items() if ".critic." in name and "visual" in name]
+        assert critic
+        assert all(grad.norm() > 0 for grad in critic)
+    assert relative(found[1], found[0]) < 1e-12
+    assert relative(found[2], found[0]) < 1e-12
