@@ -86,8 +86,8 @@ def test_a_step_has_the_gradient_of_forwards_on_pixels(
 
 
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
-    start = learner()
-    found = [gradient_of(made(tmp_path / str(wanted), start, policy=cut(40, checkpointing=wanted))) for wanted in (False, True)]
+    start, policies = learner(), [cut(40), cut(40, checkpointing=True)]
+    found = [gradient_of(made(tmp_path / str(place), start, policy=one)) for place, one in enumerate(policies)]
     assert torch.equal(*found)
 
 
@@ -238,3 +238,52 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> N
         assert all(grad.norm() > 0 for grad in critic)
     assert relative(found[1], found[0]) < 1e-12
     assert relative(found[2], found[0]) < 1e-12
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"top_entropy_quantile": 0.5, "beta": 0.1},
+        {"batch_invariant": True},
+        {"bf16": True},
+        {"eval_dataset": shown(), "eval_strategy": "steps", "eval_steps": 1},
+        {"probe_worst_case": True},
+        {"dynamic_sampling": True},
+        {
+            "reward_funcs": [pay, length],
+            "objectives": {"a": {"rewards": ["pay"]}, "b": {"rewards": ["length"], "beta": 0.1}},
+        },
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_cuts_agree_beside_other_settings(tmp_path: Path, more: dict[str, Any]) -> None:
+    found = []
+    for place, told in enumerate(({}, {"offload_activations": True}, {"micro_batch_tokens": 30, "pack_prompts": True})):
+        settings = {"num_iterations": 2, "max_steps": 3, "learning_rate": 1e-4, **more}
+        trainer = made(tmp_path / str(place), learner(), policy=cut(**told), **settings)
+        found.append(gradient_of(trainer, 2))
+    assert relative(found[1], found[0]) < 1e-6
+    assert relative(found[2], found[0]) < (2e-2 if "bf16" in more else 1e-5)
+
+
+def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        policy, adapter = cut(checkpointing=checkpointing), lora(lora_dropout=0.5)
+        found.append(gradient_of(made(tmp_path, learner(), policy=policy, peft_config=adapter, disable_dropout=False)))
+    assert torch.equal(*found)
+
+
+def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=1)
+    trainer.train()
+    found = trainer.evaluate(shown())
+    other = made(tmp_path / "b", trainer.model, max_steps=1).evaluate(shown())
+    assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
+        name: other[name] for name in ("eval_reward", "eval_loss")
+    }

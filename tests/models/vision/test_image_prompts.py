@@ -190,10 +190,3 @@ def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest
     monkeypatch.setattr(images, "_grown", shifted)
     with pytest.raises(ConfigError, match="other hidden states than its own forward"):
         images.read([SEVERAL[1]])
-
-
-def test_a_trained_tower_is_refused_by_name() -> None:
-    model = small()
-    model.model.visual.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"trains its image tower .*visual.requires_grad_\(False\)"):
-        ImagePrompts(model)
