@@ -280,7 +280,7 @@ def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, more: An
     assert all(abs(foreseen[phase] / held[phase] - 1) < 0.01 for phase in foreseen), (foreseen, held)
     assert activations[Phase.ROLLOUT] > 2 * 2**20  # the tower's, which decoding has not
     learns = any(weight.requires_grad for name, weight in trainer.model.named_parameters() if "visual" in name)
-    assert (activations[Phase.UPDATE] > 8 * 2**20) is learns  # and its graph's
+    assert (activations[Phase.UPDATE] > 4 * 2**20) is learns  # and its graph's
 
 
 @pytest.mark.parametrize(
