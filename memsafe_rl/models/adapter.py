@@ -220,16 +220,7 @@ class ScoringAdapter(Protocol):
         del trajectory, rows, forward
         return nullcontext()
 
-    def make_ready(self, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
-        """Makes what rows read besides their tokens, where it is missing, or weights have moved since.
-
-        Args:
-            trajectory: the store.
-            rows: indices of the rows.
-        """
-        return
-
-    def learning(self, forward: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:
+    def learning(self, forward: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:  # noqa: ARG002
         """Gathers, over all micro-batches of a step, the gradients of what rows read besides their tokens.
 
         Leaving without an exception runs the backward pass of what made it; leaving with one drops them.
@@ -240,7 +231,6 @@ class ScoringAdapter(Protocol):
         Returns:
             A context. Enter it by a ``with`` of its own, as `read_together`'s.
         """
-        del forward
         return nullcontext()
 
     def reference(self) -> AbstractContextManager[ScoringAdapter]:

@@ -120,7 +120,8 @@ def forecast_memory(
             found = dry.run_model(*_fake_chains(model, config, peft_config), memory)
         told = ("all chains are alike", *cuda)
     else:
-        network = _Network.of(model, config, device, peft_config, quantization_config, critic, processing_class)
+        network = _Network.of(model, config, device, peft_config, quantization_config, critic)
+        network = replace(network, sees_images=hasattr(processing_class, "image_processor"))
         dry = run(
             dataset=train_dataset,
             tokenizer=processing_class,
@@ -159,18 +160,11 @@ class _Network:
     quantization: Any
     trust_remote_code: bool
     with_critic: bool  # whether a critic is trained beside its adapter
-    sees_images: bool  # whether a processor reads the prompts
+    sees_images: bool = False  # whether a processor reads the prompts
 
     @classmethod
     def of(
-        cls,
-        model: str,
-        settings: TrainerConfig,
-        device: str,
-        peft_config: Any,
-        quantization_config: Any,
-        critic: Any,
-        processing_class: Any,
+        cls, model: str, settings: TrainerConfig, device: str, peft_config: Any, quantization_config: Any, critic: Any
     ) -> _Network:
         """Reads the config of a named network; takes what the settings say of its loading out of them."""
         init = dict(settings.model_init_kwargs or {})
@@ -183,8 +177,7 @@ class _Network:
                 "A 4-bit base cannot be trained. Pass a peft_config such as LoraConfig(r=16), or no 4 bits."
             )
         settings.model_init_kwargs = None
-        trusts, shows = settings.trust_remote_code, hasattr(processing_class, "image_processor")
-        return cls(config, init, device, peft_config, quantization, trusts, critic == "adapter", shows)
+        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, critic == "adapter")
 
     def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
         """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""

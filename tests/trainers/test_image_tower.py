@@ -287,3 +287,20 @@ def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> Non
     assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
         name: other[name] for name in ("eval_reward", "eval_loss")
     }
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_teacher_reads_images_with_its_own_tower(tmp_path: Path, learns: bool) -> None:
+    torch.manual_seed(1)
+    teacher = learner()
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    teacher.save_pretrained(tmp_path / "teacher")
+    model = learner() if learns else small()
+    trainer = made(tmp_path / "run", model, teacher_model_name_or_path=str(tmp_path / "teacher"))
+    gradient_of(trainer)
+    trajectory = trainer.loop.state.rollout.trajectory
+    for place, ids in enumerate(trajectory.actions.rows()):
+        own = logprobs_of(teacher, shown()[place // GROUP], ids).detach()
+        torch.testing.assert_close(trajectory.ref_logprobs.rows()[place], own, rtol=0, atol=1e-5)

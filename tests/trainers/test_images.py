@@ -257,7 +257,10 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
         ({"beta": 0.1, "num_iterations": 2}, {"micro_batch_tokens": 40, "pack_prompts": True}),
         ({"beta": 0.1, "bf16": True}, {"checkpointing": True}),
         ({"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules="all-linear")}, {}),
-        ({"peft_config": LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")}, {}),
+        (
+            {"peft_config": LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")},
+            {"micro_batch_tokens": 40},
+        ),
     ],
 )
 def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, more: Any, told: Any) -> None:

@@ -231,7 +231,6 @@ class LanguageAdapter(ModelAdapter, ABC):
         for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
             if prompt < 1:
                 raise DataError(f"Row {row} has a prompt of 0 tokens; give it at least one, such as the bos token.")
-        self.make_ready(trajectory, rows)
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         with self.numerics():
             if self.path.route is Route.WHOLE and not packed:

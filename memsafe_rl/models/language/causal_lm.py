@@ -53,31 +53,26 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
+Around = Callable[[], AbstractContextManager[object]]
+"""Gives the context of a forward pass."""
+
+
 class TrunkInputs(Protocol):
     """What stored ids stand for."""
 
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Gives a trunk's arguments; no tensor value is read.
+        """Gives a trunk's arguments from ids and their slots in their rows, None where every row begins at slot 0.
 
-        Args:
-            lm: the network.
-            ids_BN: (B, N) int64.
-            positions_BN: (B, N) int64, their slots in their rows; None where every row begins at slot 0.
-
-        Returns:
-            The arguments, by name.
+        No tensor value is read.
         """
         return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
     def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
-        """Makes what rows read besides their tokens; see `ScoringAdapter.make_ready`."""
+        """Makes what rows read besides their tokens, where it is missing, or weights have moved since."""
         return
 
-    def learning(
-        self, model: nn.Module, forward: Callable[[], AbstractContextManager[object]]
-    ) -> AbstractContextManager[None]:
-        """Gathers the gradients of that; see `ScoringAdapter.learning`."""
-        del model, forward
+    def learning(self, model: nn.Module, forward: Around) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Gathers the gradients of what rows read besides their tokens; see `ScoringAdapter.learning`."""
         return nullcontext()
 
 
@@ -133,6 +128,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
+        self.inputs.make_ready(self.lm, trajectory, rows)
         if packed:  # behind one copy of each prompt
             # What was read with another PEFT adapter, such as a critic's, is read anew.
             trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
@@ -147,12 +143,8 @@ class CausalLMAdapter(LanguageAdapter):
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
-    def make_ready(self, trajectory: Trajectory, rows: Sequence[int]) -> None:
-        """Makes what rows read besides their tokens; see `ScoringAdapter.make_ready`."""
-        self.inputs.make_ready(self.lm, trajectory, rows)
-
-    def learning(self, forward: Callable[[], AbstractContextManager[object]]) -> AbstractContextManager[None]:
-        """Gathers the gradients of that; see `ScoringAdapter.learning`."""
+    def learning(self, forward: Around) -> AbstractContextManager[None]:
+        """Gathers the gradients of what rows read besides their tokens."""
         return self.inputs.learning(self.model, forward)
 
     def _packed_states(self, laid: PackedRows) -> Tensor:
@@ -163,9 +155,7 @@ class CausalLMAdapter(LanguageAdapter):
         return hidden_ND
 
     @contextmanager
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> Iterator[None]:
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Around) -> Iterator[None]:
         """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
 
         Where every row has the bits that it would have alone, what follows reads it for itself.
@@ -178,7 +168,7 @@ class CausalLMAdapter(LanguageAdapter):
         laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
         trunk = laid.layout.keeps
         assert trunk is not None, "a trunk is laid to be kept"
-        self.make_ready(trajectory, rows)
+        self.inputs.make_ready(self.lm, trajectory, rows)
         with forward(), self.numerics():
             graph_ND = self._packed_states(laid)
         wide = torch.promote_types(graph_ND.dtype, torch.float32)
@@ -289,9 +279,8 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(
-                **self.inputs.of(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True
-            )
+            given = self.inputs.of(self.lm, ids_BN, positions_BN)
+            output = trunk(**given, past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
 
 

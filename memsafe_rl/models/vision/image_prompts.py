@@ -128,29 +128,28 @@ class ImagePrompts:
     @contextmanager
     def learning(self, model: nn.Module, forward: Around) -> Iterator[None]:
         """Gathers gradients at features; leaving without an exception has the tower learn from them."""
-        found, own = self.table.features, self._tower.own
         if not self._tower.learns:
             yield
             return
-        self._keep_own()  # the reference has scored
-        self._learning = True
-        found[own].values.requires_grad_(True)
+        own = self._begin(learning=True)
         try:
             yield
-            for reader, features in found.items():
-                with nullcontext() if reader == own else peft_adapter_on(model, reader[1][0]):
+            for reader, features in self.table.features.items():
+                with nullcontext() if features is own else peft_adapter_on(model, reader[1][0]):
                     self._tower.learn(features, forward, self.table.around or nullcontext)
-            found[own].fresh.clear()  # weights move next, which fused optimizers do not tell their versions
+            own.fresh.clear()  # weights move next, of which a fused optimizer does not tell their versions
         finally:
-            self._learning = False
-            self._keep_own()
-            found[own].values.requires_grad_(False).grad = None
-            found[own].learnt.clear()
+            self._begin(learning=False)
 
-    def _keep_own(self) -> None:
-        """Lets go of what others have read, which is soon used up."""
-        for reader in [reader for reader in self.table.features if reader != self._tower.own]:
-            del self.table.features[reader]
+    def _begin(self, *, learning: bool) -> Features:
+        """Begins an accumulation, or ends it: with the own features, for what others have read is used up by then."""
+        self._learning, features = learning, self.table.features
+        own = features[self._tower.own]
+        own.values.requires_grad_(learning).grad = None
+        own.learnt.clear()
+        features.clear()
+        features[self._tower.own] = own
+        return own
 
     def _features(self, lm: Any) -> Features:
         """Gives the features that a network reads, with room for them."""

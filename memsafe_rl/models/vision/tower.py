@@ -100,15 +100,12 @@ class Tower:
         gradient = features.values.grad
         if gradient is None:  # no row was run
             return
-        with eval_mode(self._visual):
+        with eval_mode(self._visual), around():
             for prompt, rows in features.learnt.values():
-                with around():
-                    self._learn_from(prompt, gradient[rows], forward)
-
-    def _learn_from(self, prompt: ImagePrompt, gradient_ND: Tensor, forward: Around) -> None:
-        with forward():
-            made_ND = self._made(self._lm, prompt)
-        torch.autograd.backward(made_ND, gradient_ND.to(made_ND.dtype))
+                with forward():
+                    made_ND = self._made(self._lm, prompt)
+                torch.autograd.backward(made_ND, gradient[rows].to(made_ND.dtype))
+                del made_ND  # lest it lie beside the next one's
 
     def _made(self, lm: Any, prompt: ImagePrompt) -> Tensor:
         """Gives the features of a prompt, in the type that the tower gives them."""
