@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Any, ClassVar, Protocol
@@ -17,6 +17,7 @@ from rich.progress import track
 from torch import Tensor
 
 from memsafe_rl.errors import DataError
+from memsafe_rl.models.adapter import Context
 from memsafe_rl.rollout.multi_turn.chat import check_template
 from memsafe_rl.slices import prompt_order
 
@@ -155,7 +156,7 @@ class PromptReader(Protocol):
         """
         return
 
-    def rehearse(self, prompts: Sequence[Tensor], around: Callable[[], AbstractContextManager[object]]) -> None:  # noqa: ARG002
+    def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:  # noqa: ARG002
         """Keeps as much as reading such prompts would keep, to be measured.
 
         Args:

@@ -194,11 +194,21 @@ def lora(**more: Any) -> LoraConfig:
 
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
-def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(tmp_path: Path, cut_as: str, steps: int) -> None:
+@pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
+def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
+    tmp_path: Path, where: str, cut_as: str, steps: int
+) -> None:
+    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"])
     with InDouble():
         start = learner(dtype=torch.float64)
         trainer = made(
-            tmp_path, start, peft_config=lora(), policy=cut(**CUTS[cut_as]), beta=0.5, num_iterations=2, max_steps=2
+            tmp_path,
+            start,
+            peft_config=lora() if where == "all-linear" else whole,
+            policy=cut(**CUTS[cut_as]),
+            beta=0.5,
+            num_iterations=2,
+            max_steps=2,
         )
         names = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
         trainer.model.double()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, cast
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.adapter import Adapter, Context, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -53,10 +53,6 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
-Around = Callable[[], AbstractContextManager[object]]
-"""Gives the context of a forward pass."""
-
-
 class TrunkInputs(Protocol):
     """What stored ids stand for."""
 
@@ -71,7 +67,7 @@ class TrunkInputs(Protocol):
         """Makes what rows read besides their tokens, where it is missing, or weights have moved since."""
         return
 
-    def learning(self, model: nn.Module, forward: Around) -> AbstractContextManager[None]:  # noqa: ARG002
+    def learning(self, model: nn.Module, forward: Context) -> AbstractContextManager[None]:  # noqa: ARG002
         """Gathers the gradients of what rows read besides their tokens; see `ScoringAdapter.learning`."""
         return nullcontext()
 
@@ -143,7 +139,7 @@ class CausalLMAdapter(LanguageAdapter):
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
-    def learning(self, forward: Around) -> AbstractContextManager[None]:
+    def learning(self, forward: Context) -> AbstractContextManager[None]:
         """Gathers the gradients of what rows read besides their tokens."""
         return self.inputs.learning(self.model, forward)
 
@@ -155,7 +151,7 @@ class CausalLMAdapter(LanguageAdapter):
         return hidden_ND
 
     @contextmanager
-    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Around) -> Iterator[None]:
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
         """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
 
         Where every row has the bits that it would have alone, what follows reads it for itself.

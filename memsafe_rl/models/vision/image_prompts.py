@@ -24,8 +24,9 @@ from torch.nn import functional
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import peft_adapter_on
-from memsafe_rl.models.vision.tower import Around, Features, ImagePrompt, Reader, Shown, Tower
+from memsafe_rl.models.vision.tower import Features, ImagePrompt, Reader, Shown, Tower
 from memsafe_rl.types import Component, Trajectory
 
 FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL"}
@@ -43,7 +44,7 @@ class Table:
     known: Mapping[bytes, Tensor] = field(default_factory=dict)  # stored ids by what was read, on the host
     # by its first id, what was read, where a tower may have to read it again
     shown: Mapping[int, Shown] = field(default_factory=dict)
-    around: Around | None = None  # context of reading made-up prompts, which stand for those of any rows; None for real
+    around: Context | None = None  # of reading made-up prompts, which stand for those of any rows; None for real
 
     def tensors(self) -> list[Tensor]:
         """Gives what lies on the device."""
@@ -91,7 +92,7 @@ class ImagePrompts:
         return stored
 
     @torch.no_grad()
-    def rehearse(self, prompts: Sequence[Tensor], around: Around) -> None:
+    def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
         """Keeps as much of made-up images as prompts with so many placeholders would have it keep.
 
         A tower that learns reads these, inside ``around``, in the place of any others.
@@ -126,7 +127,7 @@ class ImagePrompts:
             features.learnt |= {one.rows.start: one for one in shown}
 
     @contextmanager
-    def learning(self, model: nn.Module, forward: Around) -> Iterator[None]:
+    def learning(self, model: nn.Module, forward: Context) -> Iterator[None]:
         """Gathers gradients at features; leaving without an exception has the tower learn from them."""
         if not self._tower.learns:
             yield
@@ -171,7 +172,7 @@ class ImagePrompts:
         wanted = {self._begun[1][owners[row]] for row in rows}
         return [one for first, one in shown.items() if first in wanted]
 
-    def _grown(self, fresh: dict[bytes, ImagePrompt], around: Around | None = None) -> Table:
+    def _grown(self, fresh: dict[bytes, ImagePrompt], around: Context | None = None) -> Table:
         """Gives the table with further prompts at its end, whose features are written where they will lie."""
         old, tokens_of = self.table, {key: prompt.ids == self._placeholder for key, prompt in fresh.items()}
         for key, prompt in fresh.items():

@@ -10,8 +10,7 @@ Axes: ``L`` tokens of a prompt, ``F`` features of all prompts, ``D`` hidden widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,9 +18,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import eval_mode, peft_adapters_on, weights_mark
-
-Around = Callable[[], AbstractContextManager[object]]
 
 Reader = tuple[int, tuple[str, ...]]
 """A network, by its id, and the PEFT adapters under which its tower reads."""
@@ -60,10 +58,10 @@ class Tower:
         visual = lm.base_model.visual
         self._lm, self._visual, self._dtype = lm, visual, dtype
         self._learning = nn.ParameterList(weight for weight in visual.parameters() if weight.requires_grad)
-        self._adapted = any(isinstance(module, BaseTunerLayer) for module in visual.modules())
+        self._adapted = any(isinstance(module, BaseTunerLayer) for module in lm.modules())
         self.learns = len(self._learning) > 0
         self.reads_again = self.learns or (reference is not None and reference.base_model.visual is not visual)
-        self.own: Reader = (id(lm), peft_adapters_on(visual) if self._adapted else ())
+        self.own: Reader = (id(lm), peft_adapters_on(lm) if self._adapted else ())
         weight = lm.get_input_embeddings().weight
         # In halves, small shares would soon add nothing to a large sum.
         self.feature_dtype = torch.promote_types(weight.dtype, torch.float32) if self.learns else weight.dtype
@@ -72,7 +70,7 @@ class Tower:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
         if lm.base_model.visual is self._visual and not self.learns:
             return self.own
-        return id(lm), peft_adapters_on(lm.base_model.visual) if self._adapted else ()
+        return id(lm), peft_adapters_on(lm) if self._adapted else ()
 
     def autocast(self) -> torch.autocast:
         """Gives the context of a tower's forward, which uses every weight once, so that no copy need be kept."""
@@ -95,7 +93,7 @@ class Tower:
                 features.values[rows] = self._made(lm, prompt)
                 features.fresh.add(rows.start)
 
-    def learn(self, features: Features, forward: Around, around: Around) -> None:
+    def learn(self, features: Features, forward: Context, around: Context) -> None:
         """Runs the backward of the own tower from where gradients have gathered; dropout leaves features alone."""
         gradient = features.values.grad
         if gradient is None:  # no row was run
