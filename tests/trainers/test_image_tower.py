@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from memsafe_rl import PPOConfig, PPOTrainer, SimulatedMemory
+from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
 from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
@@ -65,6 +65,7 @@ def made(tmp_path: Path, model: Any, **more: Any) -> Any:
     return make(tmp_path, model=copy.deepcopy(model), **{"train_dataset": shown(), **more})
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut_as", CUTS)
@@ -142,6 +143,7 @@ def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) 
 STEPS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
 
 
+@pytest.mark.slow
 def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> None:
     places: dict[str, list[int]] = {"forward": [], "backward": []}
 
@@ -168,6 +170,7 @@ def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> No
             assert torch.equal(weights(found), weights(plain)), entered
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
     whole = made(tmp_path / "whole", learner(), **STEPS)
     whole.train()
@@ -179,19 +182,30 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
         assert torch.equal(weights(second), weights(whole))
 
 
-def test_every_part_of_a_tower_moves_as_with_trl(tmp_path: Path) -> None:
-    for name, more in {"grpo": {}, "beta": {"beta": 0.1}, "packed": {"policy": cut(30, pack_prompts=True)}}.items():
-        start = learner()
-        trainer = made(tmp_path / name, start, max_steps=1, learning_rate=0.1, **more)
-        trainer.train()
-        for (key, before), after in zip(start.named_parameters(), trainer.model.parameters(), strict=True):
-            assert not torch.equal(before, after), key
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, kind: Any) -> None:
+    learner().save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    settings = {"per_device_train_batch_size": 16, "num_generations": GROUP, "max_completion_length": 6, "max_steps": 1}
+    settings |= {"learning_rate": 0.1, "beta": 0.1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    trainer = kind(
+        str(tmp_path / "model"),
+        reward_funcs=pay,
+        args=kind.config_class(str(tmp_path / "run"), disable_tqdm=True, bf16=False, **settings),
+        train_dataset=shown(),
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    assert any("visual" in name for name in before)
+    for name, weight in trainer.model.named_parameters():
+        assert not torch.equal(before[name], weight), name
 
 
 def lora(**more: Any) -> LoraConfig:
     return LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **more)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
 @pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
@@ -219,6 +233,7 @@ def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
     assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
     found = []
     config = PPOConfig(
@@ -254,6 +269,7 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "more",
     [
