@@ -93,10 +93,7 @@ class ImagePrompts:
 
     @torch.no_grad()
     def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
-        """Keeps as much of made-up images as prompts with so many placeholders would have it keep.
-
-        A tower that learns reads these, inside ``around``, in the place of any others.
-        """
+        """Keeps as much of made-up images, read in a context, as prompts of so many placeholders would have it keep."""
         shown = [ids for ids in prompts if self._placeholder in ids]
         if shown:
             made = {str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)}

@@ -56,11 +56,10 @@ def freeze_unused_tower(lm: Any, *, sees_images: bool) -> None:
 
 def share_tower(lm: Any, reference: Any) -> None:
     """Has a reference hold the tower of the network that is trained, where that is frozen, in place of its own."""
-    if reference is None or not reads_images(getattr(lm, "config", None)):
-        return
-    tower = lm.base_model.visual
-    if not any(weight.requires_grad for weight in tower.parameters()):
-        reference.base_model.visual = tower
+    if reference is not None and reads_images(getattr(lm, "config", None)):
+        tower = lm.base_model.visual
+        if not any(weight.requires_grad for weight in tower.parameters()):
+            reference.base_model.visual = tower
 
 
 def _loaded(name: str, trust_remote_code: bool, places: dict[str, Any]) -> Any:
