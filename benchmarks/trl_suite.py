@@ -42,8 +42,6 @@ KNOWN = {
     "test_iterable_eval_keeps_map_style_train_workers": "asks for the trainer's dataloaders: there are none, prompts "
     "are read by position, so that no failure and no resume can lose their order",
     "test_prepare_input_called_with_correct_data": "watches training_step, which is no step of this loop",
-    "TestGRPOTrainerVLM": "asserts that the image tower has changed: it stays frozen",
-    "TestRLOOTrainerVLM": "asserts that the image tower has changed: it stays frozen",
 }
 """By part of a test's name: why it fails with ours."""
 

@@ -23,7 +23,9 @@ from memsafe_rl.data.prompts import (
     with_image_parts,
     within_limit,
 )
-from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts, Table
+from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.vision.image_prompts import ImagePrompts, Table
+from memsafe_rl.models.vision.tower import ImagePrompt
 
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, SyntaxError)
 """What Pillow raises of a file that is missing, cut short, or no image."""
@@ -53,9 +55,9 @@ class ImagePromptReader(PromptReader):
         """Goes back to what was kept before, or to nothing."""
         self._tower.forget(kept)
 
-    def rehearse(self, prompts: Sequence[Tensor]) -> None:
+    def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
         """Keeps as much as reading prompts with so many image tokens would keep."""
-        self._tower.rehearse(prompts)
+        self._tower.rehearse(prompts, around)
 
     def tensors(self) -> list[Tensor]:
         """Gives what is kept on the device."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
+from memsafe_rl.models.adapter import Context
 from memsafe_rl.rollout.multi_turn.chat import check_template
 from memsafe_rl.slices import prompt_order
 
@@ -146,11 +147,12 @@ class PromptReader(Protocol):
         """
         return
 
-    def rehearse(self, prompts: Sequence[Tensor]) -> None:  # noqa: ARG002
+    def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:  # noqa: ARG002
         """Keeps as much as reading such prompts would keep, to be measured.
 
         Args:
             prompts: token ids (length,) int64 of each, from `ids`, on the host.
+            around: gives a context in which they may be read again.
         """
         return
 

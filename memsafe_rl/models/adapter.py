@@ -23,6 +23,9 @@ from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Tra
 if TYPE_CHECKING:
     from memsafe_rl.models.host_weights import HostWeights
 
+Context = Callable[[], AbstractContextManager[object]]
+"""Gives the context of a forward pass."""
+
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Takes logits (B, V) float32 of the next token; gives tokens (B,) int64, and (B,) bool, whether a row ends there."""
 
@@ -198,7 +201,7 @@ class ScoringAdapter(Protocol):
         """
 
     def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
+        self, trajectory: Trajectory, rows: Sequence[int], forward: Context
     ) -> AbstractContextManager[None]:
         """Reads once what rows are conditioned on, where an encoder does that, for all `distribution` calls inside.
 
@@ -215,6 +218,19 @@ class ScoringAdapter(Protocol):
             holds on to its own frame, and with it to what failed.
         """
         del trajectory, rows, forward
+        return nullcontext()
+
+    def learning(self, forward: Context) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Gathers, over all micro-batches of a step, the gradients of what rows read besides their tokens.
+
+        Leaving without an exception runs the backward pass of what made it; leaving with one drops them.
+
+        Args:
+            forward: gives the context of a forward; its backward runs outside.
+
+        Returns:
+            A context. Enter it by a ``with`` of its own, as `read_together`'s.
+        """
         return nullcontext()
 
     def reference(self) -> AbstractContextManager[ScoringAdapter]:

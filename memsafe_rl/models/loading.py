@@ -33,7 +33,7 @@ from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
-from memsafe_rl.models.vision.processors import freeze_tower, reads_images, share_tower
+from memsafe_rl.models.vision.processors import freeze_unused_tower, reads_images, share_tower
 from memsafe_rl.types import Component, room_for_prompt
 
 logger = logging.getLogger(__name__)
@@ -114,6 +114,7 @@ def load_model(
     teacher: str | None = None,
     teacher_init_kwargs: Mapping[str, Any] | None = None,
     room_bytes: int | None = None,
+    sees_images: bool = False,
 ) -> LoadedModel:
     """Loads what is trained and, if wanted, what answers for the reference.
 
@@ -123,7 +124,7 @@ def load_model(
     adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Without an
     adapter ``ref_model`` may take the place of a copy: it is frozen in place, and stands aside where no reference is
     wanted. A named ``teacher`` is the reference beside any model. Where the base under an adapter would take more than
-    ``room_bytes``, its blocks stay in host memory.
+    ``room_bytes``, its blocks stay in host memory. The image tower of a named model learns where it ``sees_images``.
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -142,6 +143,8 @@ def load_model(
 
     with charge(Component.WEIGHTS):
         base: Any = load(model, frozen=peft_config is not None) if isinstance(model, str) else model
+        if isinstance(model, str):
+            freeze_unused_tower(base, sees_images=sees_images)
         trained, reference = base, None
         if peft_config is not None:
             with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
@@ -276,10 +279,6 @@ def _from_name(
         model = kind.from_pretrained(name, **loading_places_for(name, **settings))
     except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
         raise refusal("model/load", name=name, kind=kind.__name__, reason=first_line(error).rstrip(".")) from error
-    if reads_images(config):
-        freeze_tower(model)
-        if not frozen:
-            logger.warning("The image tower of %s stays frozen: only its language model is trained.", name)
     places = getattr(model, "hf_device_map", None) or {}
     if len(set(places.values())) > 1:
         raise refusal("device_map", name=name, devices=", ".join(map(str, dict.fromkeys(places.values()))))

@@ -117,6 +117,7 @@ def forecast_memory(
         told = ("all chains are alike", *cuda)
     else:
         network = _Network.of(model, config, device, peft_config, quantization_config, critic)
+        network = replace(network, sees_images=hasattr(processing_class, "image_processor"))
         dry = run(
             dataset=train_dataset,
             tokenizer=processing_class,
@@ -155,6 +156,7 @@ class _Network:
     quantization: Any
     trust_remote_code: bool
     with_critic: bool  # whether a critic is trained beside its adapter
+    sees_images: bool = False  # whether a processor reads the prompts
 
     @classmethod
     def of(
@@ -180,6 +182,7 @@ class _Network:
             trust_remote_code=self.trust_remote_code,
             frozen=frozen,
             with_critic=self.with_critic and not frozen,
+            sees_images=self.sees_images,
         )
 
     def reference_of(self, settings: TrainerConfig) -> Callable[[], Any]:

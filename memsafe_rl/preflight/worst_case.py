@@ -348,7 +348,8 @@ class Probe:
         setup, reader = self.setup, self.setup.models.reader
         if reader.kept() is not None:
             with setup.memory.phase(drawing.phase, compared=False), host_numbers():
-                setup.recovery.repeat(Stage.STORE, reader.rehearse, drawing.longest.prompts(drawing.prompts))
+                prompts = drawing.longest.prompts(drawing.prompts)
+                setup.recovery.repeat(Stage.STORE, reader.rehearse, prompts, host_numbers)
 
     def _try_wave(self, drawing: Drawing) -> None:
         """Tries a wave of the longest prompts, at its first moment and at its last, under the rollout's plan."""

@@ -184,7 +184,7 @@ def accumulate_gradient(
         return _accumulate_columns(shared, rows)
     zero = torch.zeros((), device=adapter.device)
     step = StepGradient(loss=zero, run_tokens=zero)
-    with closing(_micro_batches(shared, rows)) as micro_batches:
+    with adapter.learning(partial(shared.forward, adapter)), closing(_micro_batches(shared, rows)) as micro_batches:
         for micro in shards.rounds(micro_batches, reduce_each=plan.reduce_each):
             with shared.balanced() as balanced:
                 chosen = [rows[place] for place in micro.places]

@@ -186,8 +186,7 @@ def test_a_network_is_loaded_by_name_and_saved_with_its_processor(tmp_path: Path
     made = make(
         tmp_path / "run", model=str(tmp_path / "model"), processing_class=None, train_dataset=data, reward_funcs=reward
     )
-    frozen = {name for name, weight in made.model.named_parameters() if not weight.requires_grad}
-    assert frozen == {name for name, _ in made.model.named_parameters() if name.startswith("model.visual.")}
+    assert all(weight.requires_grad for weight in made.model.parameters())
     made.train()
     assert set(shown) == {(16, 16)}
     made.save_model(str(tmp_path / "saved"))
@@ -195,10 +194,21 @@ def test_a_network_is_loaded_by_name_and_saved_with_its_processor(tmp_path: Path
     assert torch.equal(weights(again), weights(made))
 
 
+def pay_text(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "model")
+    data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "goal": one} for one in range(4)]
+    read = {"processing_class": processor().tokenizer, "train_dataset": data, "reward_funcs": pay_text}
+    made = make(tmp_path / "run", model=str(tmp_path / "model"), beta=0.1, **read)
+    frozen = {name for name, weight in made.model.named_parameters() if not weight.requires_grad}
+    assert frozen == {name for name, _ in made.model.named_parameters() if name.startswith("model.visual.")}
+    assert made.ref_model.model.visual is made.model.model.visual
+
+
 def test_an_adapter_learns_on_the_language_alone(tmp_path: Path) -> None:
-    everywhere = LoraConfig(r=2, target_modules="all-linear")
-    with pytest.raises(ConfigError, match="exclude_modules"):
-        make(tmp_path / "a", peft_config=everywhere)
     language = LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")
     trainer = make(tmp_path / "b", peft_config=language, beta=0.1)
     before = weights(trainer)
@@ -240,7 +250,20 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, {}),
+        ({"beta": 0.1, "num_iterations": 2}, {"micro_batch_tokens": 40, "pack_prompts": True}),
+        ({"beta": 0.1, "bf16": True}, {"checkpointing": True}),
+        ({"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules="all-linear")}, {}),
+        (
+            {"peft_config": LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")},
+            {"micro_batch_tokens": 40},
+        ),
+    ],
+)
+def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, more: Any, told: Any) -> None:
     tower = {**TOWER, "embed_dim": 256, "hidden_size": 128, "mlp_ratio": 4}
     text = {**TEXT, "vocab_size": 300, "hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}
     config = Qwen2VLConfig(text_config=text, vision_config=tower, **IDS)
@@ -248,17 +271,19 @@ def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path) -> None:
     processor().save_pretrained(tmp_path / "model")
     data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "image": picture(64, 64, one)} for one in range(4)]
     settings: dict[str, Any] = {"per_device_train_batch_size": 8, "max_completion_length": 3, "max_steps": 2}
-    settings |= {"memory_forecast": True, "generation_kwargs": {"min_new_tokens": 3}}
+    settings |= {"memory_forecast": True, "generation_kwargs": {"min_new_tokens": 3}, "policy": cut(**told), **more}
     with SimulatedMemory(2**30, exact=True) as memory:
         given = {"train_dataset": data, "processing_class": None, "reward_funcs": alternating}
         trainer = make(tmp_path / "run", model=str(tmp_path / "model"), **settings, **given)
         trainer.train()
         held = {phase: sum(parts.values()) for phase, parts in memory.phase_peaks().items()}
-        activations = memory.phase_peaks()[Phase.ROLLOUT][Component.ACTIVATIONS]
+        activations = {phase: parts[Component.ACTIVATIONS] for phase, parts in memory.phase_peaks().items()}
     foreseen = {phase: sum(parts.values()) for phase, parts in trainer.forecast.phases.items()}
     assert {Phase.LOAD, Phase.ROLLOUT, Phase.UPDATE, Phase.OPTIMIZER} <= foreseen.keys()
     assert all(abs(foreseen[phase] / held[phase] - 1) < 0.01 for phase in foreseen), (foreseen, held)
-    assert activations > held[Phase.ROLLOUT] / 5  # the tower's, which decoding has not
+    assert activations[Phase.ROLLOUT] > 2 * 2**20  # the tower's, which decoding has not
+    learns = any(weight.requires_grad for name, weight in trainer.model.named_parameters() if "visual" in name)
+    assert (activations[Phase.UPDATE] > 4 * 2**20) is learns  # and its graph's
 
 
 @pytest.mark.parametrize(

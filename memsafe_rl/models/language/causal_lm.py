@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.models import refusal
-from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.adapter import Adapter, Context, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.few_operators import short_rotations
 from memsafe_rl.models.decoding.padded import PaddedState
@@ -53,14 +53,27 @@ from memsafe_rl.types import Component, Trajectory
 logger = logging.getLogger(__name__)
 
 
-TrunkInputs = Callable[..., dict[str, Any]]
-"""Gives a trunk's arguments, ``of(lm, ids_BN, positions_BN=None)``, from stored ids and their slots in their rows, None
-where every row begins at slot 0; no tensor value is read."""
+class TrunkInputs(Protocol):
+    """What stored ids stand for."""
+
+    def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Gives a trunk's arguments from ids and their slots in their rows, None where every row begins at slot 0.
+
+        No tensor value is read.
+        """
+        return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+
+    def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
+        """Makes what rows read besides their tokens, where it is missing, or weights have moved since."""
+        return
+
+    def learning(self, model: nn.Module, forward: Context) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Gathers the gradients of what rows read besides their tokens; see `ScoringAdapter.learning`."""
+        return nullcontext()
 
 
-def token_inputs(_lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
-    """Gives ids as they are, and the positions where these are known."""
-    return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+class TokenInputs(TrunkInputs):
+    """Ids that stand for tokens of the vocabulary alone."""
 
 
 class _TransitLayer(DynamicLayer):  # type: ignore[misc]
@@ -88,7 +101,7 @@ class CausalLMAdapter(LanguageAdapter):
     ) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
         lm = causal_lm_of(model)
-        self.inputs = inputs or token_inputs
+        self.inputs = inputs or TokenInputs()
         accepted = inspect.signature(lm.base_model.forward).parameters
         routes: tuple[Route, ...] = (Route.MASKED,)
         if lm.base_model is lm or lm.get_output_embeddings() is None:
@@ -111,6 +124,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
+        self.inputs.make_ready(self.lm, trajectory, rows)
         if packed:  # behind one copy of each prompt
             # What was read with another PEFT adapter, such as a critic's, is read anew.
             trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
@@ -125,17 +139,19 @@ class CausalLMAdapter(LanguageAdapter):
         hidden_BLD = self._trunk(ids_BL, row_lengths)
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
+    def learning(self, forward: Context) -> AbstractContextManager[None]:
+        """Gathers the gradients of what rows read besides their tokens."""
+        return self.inputs.learning(self.model, forward)
+
     def _packed_states(self, laid: PackedRows) -> Tensor:
         """Gives hidden states (N, D) of all tokens of a packed row."""
         with attending(self._attention_configs, laid.layout):
-            output = self.lm.base_model(**self.inputs(self.lm, laid.ids, laid.positions), use_cache=False)
+            output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
         hidden_ND: Tensor = output[0][0]
         return hidden_ND
 
     @contextmanager
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> Iterator[None]:
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
         """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
 
         Where every row has the bits that it would have alone, what follows reads it for itself.
@@ -148,6 +164,7 @@ class CausalLMAdapter(LanguageAdapter):
         laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
         trunk = laid.layout.keeps
         assert trunk is not None, "a trunk is laid to be kept"
+        self.inputs.make_ready(self.lm, trajectory, rows)
         with forward(), self.numerics():
             graph_ND = self._packed_states(laid)
         wide = torch.promote_types(graph_ND.dtype, torch.float32)
@@ -179,7 +196,7 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL):
             output = self.lm.base_model(
-                **self.inputs(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
@@ -218,7 +235,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
         """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
-        inputs, run = self.inputs(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
+        inputs, run = self.inputs.of(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL):
                 output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
@@ -254,7 +271,8 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            output = trunk(**self.inputs(self.lm, ids_BN, positions_BN), past_key_values=reading.cache, use_cache=True)
+            given = self.inputs.of(self.lm, ids_BN, positions_BN)
+            output = trunk(**given, past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
 
 

@@ -12,29 +12,25 @@ Axes: ``B`` rows, ``N`` tokens read, ``L`` tokens of a prompt, ``F`` features of
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from itertools import groupby, islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.types import Component
+from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.module_state import peft_adapter_on
+from memsafe_rl.models.vision.tower import Features, ImagePrompt, Reader, Shown, Tower
+from memsafe_rl.types import Component, Trajectory
 
 FAMILIES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL"}
 """Networks whose prompts may hold images, by the type that their config names."""
-
-
-class ImagePrompt(NamedTuple):
-    """A prompt as a processor gives it, on the host."""
-
-    ids: Tensor  # (L,) int64, with one placeholder for each feature
-    pixels: Tensor  # (patches, values) float, of all its images in order
-    grids: Tensor  # (images, 3) int64, patches in time, height and width
 
 
 @dataclass(frozen=True)
@@ -43,34 +39,35 @@ class Table:
 
     tokens: Tensor  # (T,) int64
     positions: Tensor  # (3, T) int64
-    places: Tensor  # (T,) int64, of each entry's feature; -1 for text
-    features: Tensor  # (F, D)
-    known: dict[bytes, Tensor] = field(default_factory=dict)  # stored ids by what was read, on the host
+    places: Tensor  # (T,) int64, of each entry's feature; 0, of which there is none, for text
+    features: dict[Reader, Features]  # by who reads them
+    known: Mapping[bytes, Tensor] = field(default_factory=dict)  # stored ids by what was read, on the host
+    # by its first id, what was read, where a tower may have to read it again
+    shown: Mapping[int, Shown] = field(default_factory=dict)
+    around: Context | None = None  # of reading made-up prompts, which stand for those of any rows; None for real
 
     def tensors(self) -> list[Tensor]:
         """Gives what lies on the device."""
-        return [self.tokens, self.positions, self.places, self.features]
+        return [self.tokens, self.positions, self.places, *(one.values for one in self.features.values())]
 
 
 class ImagePrompts:
-    """The prompts with images that a run reads, and what their tower, which is frozen, made of these."""
+    """The prompts with images that a run reads, and what towers made of these."""
 
-    def __init__(self, lm: Any, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, lm: Any, *, dtype: torch.dtype | None = None, reference: Any = None) -> None:
         """Begins an empty table."""
-        refuse_trained_tower(lm)
         self._lm, weight = lm, lm.get_input_embeddings().weight
+        self._tower = Tower(lm, dtype=dtype, reference=reference)
         self._rounds = dtype is not None
-        self._autocast = partial(
-            torch.autocast, weight.device.type, dtype=dtype or torch.bfloat16, enabled=self._rounds
-        )
         self.first_id = int(weight.shape[0])
         self._placeholder = int(lm.config.image_token_id)
-        self._checked = False
+        self._checked = self._learning = False
+        self._begun: tuple[tuple[int, ...], list[int]] = ((), [])  # rows' prompts, and the first id of each prompt
         self._empty = self.table = Table(
             weight.new_zeros(1, dtype=torch.int64),
             weight.new_zeros(3, 1, dtype=torch.int64),
-            weight.new_full((1,), -1, dtype=torch.int64),
-            weight.new_zeros(1, weight.shape[1]),
+            weight.new_zeros(1, dtype=torch.int64),
+            {self._tower.own: Features(weight.new_zeros(1, weight.shape[1], dtype=self._tower.feature_dtype))},
         )
 
     def forget(self, table: Table | None = None) -> None:
@@ -88,14 +85,19 @@ class ImagePrompts:
             key, prompt = next(iter(fresh.items()))
             self._check_against_own_forward(self.table.known[key], prompt)
             self._checked = True
-        return [self.table.known[key] for key in keys]
+        stored = [self.table.known[key] for key in keys]
+        if self._tower.learns:  # some may have been read before the weights last moved
+            named = (self.table.shown[int(ids[0])] for ids in stored)
+            self._tower.fill(self._lm, self._features(self._lm), named)
+        return stored
 
     @torch.no_grad()
-    def rehearse(self, prompts: Sequence[Tensor]) -> None:
-        """Keeps as much of made-up images as prompts with so many placeholders would have it keep."""
+    def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
+        """Keeps as much of made-up images, read in a context, as prompts of so many placeholders would have it keep."""
         shown = [ids for ids in prompts if self._placeholder in ids]
         if shown:
-            self.table = self._grown({str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)})
+            made = {str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)}
+            self.table = self._grown(made, around)
 
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
         """Gives embeddings and M-RoPE positions of tokens; no tensor value is read."""
@@ -107,39 +109,92 @@ class ImagePrompts:
         positions_3BN = torch.where(named_BN, table.positions[:, entries_BN], positions_BN)
         embedded_BND = lm.get_input_embeddings()(torch.where(named_BN, table.tokens[entries_BN], ids_BN))
         places_BN = table.places[entries_BN]
-        features_BND = table.features[places_BN.clamp_min(0)].to(embedded_BND.dtype)
-        embeds_BND = torch.where((places_BN >= 0)[..., None], features_BND, embedded_BND)
+        features_BND = functional.embedding(places_BN, self._features(lm).values, padding_idx=0)
+        embeds_BND = torch.where((places_BN > 0)[..., None], features_BND.to(embedded_BND.dtype), embedded_BND)
         return {"inputs_embeds": embeds_BND, "position_ids": positions_3BN}
 
-    def _grown(self, fresh: dict[bytes, ImagePrompt]) -> Table:
+    def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:
+        """Has a tower read the images of rows again, where its weights have moved since, or none has read them."""
+        if not self._tower.reads_again:
+            return
+        features, shown = self._features(lm), self._shown(trajectory, rows)
+        with (self.table.around or nullcontext)():
+            self._tower.fill(lm, features, shown)
+        if features.values.requires_grad:
+            features.learnt |= {one.rows.start: one for one in shown}
+
+    @contextmanager
+    def learning(self, model: nn.Module, forward: Context) -> Iterator[None]:
+        """Gathers gradients at features; leaving without an exception has the tower learn from them."""
+        if not self._tower.learns:
+            yield
+            return
+        own = self._begin(learning=True)
+        try:
+            yield
+            for reader, features in self.table.features.items():
+                with nullcontext() if features is own else peft_adapter_on(model, reader[1][0]):
+                    self._tower.learn(features, forward, self.table.around or nullcontext)
+            own.fresh.clear()  # weights move next, of which a fused optimizer does not tell their versions
+        finally:
+            self._begin(learning=False)
+
+    def _begin(self, *, learning: bool) -> Features:
+        """Begins an accumulation, or ends it: with the own features, for what others have read is used up by then."""
+        self._learning, features = learning, self.table.features
+        own = features[self._tower.own]
+        own.values.requires_grad_(learning).grad = None
+        own.learnt.clear()
+        features.clear()
+        features[self._tower.own] = own
+        return own
+
+    def _features(self, lm: Any) -> Features:
+        """Gives the features that a network reads, with room for them."""
+        found, reader = self.table.features, self._tower.reader(lm)
+        if reader not in found:
+            count, width = len(found[self._tower.own].values), lm.get_input_embeddings().weight.shape[1]
+            with charge(Component.TRAJECTORY):
+                values = found[self._tower.own].values.new_empty(count, width)
+            found[reader] = Features(values.requires_grad_(self._learning and torch.is_grad_enabled()))
+        return found[reader]
+
+    def _shown(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Shown]:
+        """Gives the prompts of rows whose images are read again; two made-up ones tell what more would hold."""
+        shown, owners = self.table.shown, trajectory.condition_of_row
+        if self.table.around is not None:
+            return list(islice(shown.values(), 2))
+        if self._begun[0] is not owners:  # read once: they may lie on the device
+            self._begun = owners, [int(ids[0]) if len(ids) else 0 for ids in trajectory.conditions.rows()]
+        wanted = {self._begun[1][owners[row]] for row in rows}
+        return [one for first, one in shown.items() if first in wanted]
+
+    def _grown(self, fresh: dict[bytes, ImagePrompt], around: Context | None = None) -> Table:
         """Gives the table with further prompts at its end, whose features are written where they will lie."""
-        old, shown = self.table, {key: prompt.ids == self._placeholder for key, prompt in fresh.items()}
+        old, tokens_of = self.table, {key: prompt.ids == self._placeholder for key, prompt in fresh.items()}
         for key, prompt in fresh.items():
-            self._check_placeholders(shown[key], prompt.grids)
-        first, end, known = len(old.features), len(old.tokens), dict(old.known)
-        counts = {key: int(shown_L.sum()) for key, shown_L in shown.items()}
-        with charge(Component.TRAJECTORY):
-            features = old.features.new_empty(first + sum(counts.values()), old.features.shape[1])
-        features[:first] = old.features
+            self._check_placeholders(tokens_of[key], prompt.grids)
+        own, device = old.features[self._tower.own], old.tokens.device
+        first, end, known, added = len(own.values), len(old.tokens), dict(old.known), dict[int, Shown]()
         tokens, positions, places = [old.tokens], [old.positions], [old.places]
         for key, prompt in fresh.items():
-            shown_L, length = shown[key], len(prompt.ids)
-            features[first : first + counts[key]] = self._features(prompt)
-            tokens.append(prompt.ids.to(old.tokens.device))
-            positions.append(self._positions(prompt, shown_L).to(old.tokens.device))
-            places.append(torch.where(shown_L, shown_L.cumsum(0) - 1 + first, -1).to(old.tokens.device))
+            shown_L, length = tokens_of[key], len(prompt.ids)
+            tokens.append(prompt.ids.to(device))
+            positions.append(self._positions(prompt, shown_L).to(device))
+            places.append(torch.where(shown_L, shown_L.cumsum(0) - 1 + first, 0).to(device))
             known[key] = torch.arange(length) + self.first_id + end - 1
-            first, end = first + counts[key], end + length
+            count = int(shown_L.sum())
+            added[self.first_id + end - 1] = Shown(prompt, slice(first, first + count))
+            first, end = first + count, end + length
         with charge(Component.TRAJECTORY):
-            return Table(torch.cat(tokens), torch.cat(positions, 1), torch.cat(places), features, known)
-
-    def _features(self, prompt: ImagePrompt) -> Tensor:
-        device = self.table.tokens.device
-        with self._autocast():
-            read = self._lm.base_model.get_image_features(
-                prompt.pixels.to(device, copy=True), prompt.grids.to(device), return_dict=True
-            ).pooler_output
-        return torch.cat(tuple(read))
+            values = own.values.new_empty(first, own.values.shape[1])
+        values[: len(own.values)] = own.values
+        features = Features(values, own.mark, set(own.fresh))
+        self._tower.fill(self._lm, features, added.values())
+        kept = {**old.shown, **added} if self._tower.reads_again else {}
+        with charge(Component.TRAJECTORY):
+            laid = torch.cat(tokens), torch.cat(positions, 1), torch.cat(places)
+        return Table(*laid, {self._tower.own: features}, known, kept, around)
 
     def _made_up(self, ids: Tensor) -> ImagePrompt:
         """Gives a prompt of blank images, each a strip of as many patches as its placeholders stand for."""
@@ -147,7 +202,7 @@ class ImagePrompts:
         side, values = tower.spatial_merge_size, tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         runs = [len(list(run)) for shown, run in groupby((ids == self._placeholder).tolist()) if shown]
         with host_memory():
-            pixels = self.table.features.new_zeros(sum(runs) * side**2, values, dtype=torch.float32)
+            pixels = self.table.tokens.new_zeros(sum(runs) * side**2, values, dtype=torch.float32)
         return ImagePrompt(ids, pixels, torch.tensor([(1, side, side * run) for run in runs]))
 
     def _positions(self, prompt: ImagePrompt, shown_L: Tensor) -> Tensor:
@@ -170,7 +225,7 @@ class ImagePrompts:
 
     def _check_against_own_forward(self, entered_L: Tensor, prompt: ImagePrompt) -> None:
         trunk, device = self._lm.base_model, self.table.tokens.device
-        with self._autocast():
+        with self._tower.autocast():
             own = trunk(
                 input_ids=prompt.ids[None].to(device),
                 pixel_values=prompt.pixels.to(device),
@@ -189,20 +244,6 @@ class ImagePrompts:
                 f"forward does: they differ by {relative:.1e} of the largest ({allowed:.0e} allowed), so features or "
                 "positions are not where it puts them. Use the transformers version of constraints.txt."
             )
-
-
-def refuse_trained_tower(lm: Any) -> None:
-    """Refuses a network whose image tower learns."""
-    trained = [name for name, weight in lm.base_model.visual.named_parameters() if weight.requires_grad]
-    if not trained:
-        return
-    remedy = "Freeze it: model.model.visual.requires_grad_(False)."
-    if any("lora_" in name for name in trained):
-        remedy = r"Keep the adapter out of it: LoraConfig(..., exclude_modules=r'.*visual\..*')."
-    raise ConfigError(
-        f"{type(lm).__name__} trains its image tower ({trained[0]} and {len(trained) - 1} more), which is not "
-        f"supported yet. {remedy}"
-    )
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -48,15 +48,18 @@ def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote
     return processing_class if given or not reads_images(config) else _loaded(name, trust_remote_code, places)
 
 
-def freeze_tower(lm: Any) -> None:
-    """Freezes the image tower of a network that is loaded by name."""
-    lm.base_model.visual.requires_grad_(False)
+def freeze_unused_tower(lm: Any, *, sees_images: bool) -> None:
+    """Freezes the image tower of a network that is loaded by name, where no prompt holds an image."""
+    if reads_images(lm.config) and not sees_images:
+        lm.base_model.visual.requires_grad_(False)
 
 
 def share_tower(lm: Any, reference: Any) -> None:
-    """Has a reference hold the frozen tower of the network that is trained, in place of one that nobody runs."""
+    """Has a reference hold the tower of the network that is trained, where that is frozen, in place of its own."""
     if reference is not None and reads_images(getattr(lm, "config", None)):
-        reference.base_model.visual = lm.base_model.visual
+        tower = lm.base_model.visual
+        if not any(weight.requires_grad for weight in tower.parameters()):
+            reference.base_model.visual = tower
 
 
 def _loaded(name: str, trust_remote_code: bool, places: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
-from memsafe_rl.models.vision.processors import freeze_tower, reads_images
+from memsafe_rl.models.vision.processors import freeze_unused_tower
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import empty_like, give_fake_weights, true_numbers
 
@@ -37,6 +37,7 @@ def fake_language_model(
     trust_remote_code: bool = False,
     frozen: bool = False,
     with_critic: bool = False,
+    sees_images: bool = False,
 ) -> Any:
     """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`."""
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
@@ -47,8 +48,7 @@ def fake_language_model(
         # those that bitsandbytes would quantise: all linear ones but the output head
         linear = [] if quantization_config is None else [one for one in model.modules() if type(one) is nn.Linear]
         layers = [layer for layer in linear if layer is not model.get_output_embeddings()]
-        if reads_images(config):
-            freeze_tower(model)
+        freeze_unused_tower(model, sees_images=sees_images)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
         if peft_config is not None:

@@ -84,6 +84,7 @@ class LanguageModels(ModelFactory):
             teacher_init_kwargs=self._config.teacher_model_init_kwargs,
             ref_model=request.ref_model,
             room_bytes=room_bytes,
+            sees_images=self._image_reader is not None,
         )
 
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:
@@ -91,9 +92,9 @@ class LanguageModels(ModelFactory):
         pad = self.tokenizer.pad_token_id
         inputs = None
         if self._image_reader is not None:
-            images = ImagePrompts(language_model_of(loaded.model), dtype=self._config.autocast_dtype)
-            self._image_reader.attach(images)
-            inputs = images.of
+            lm, copy = language_model_of(loaded.model), loaded.reference_model
+            inputs = ImagePrompts(lm, dtype=self._config.autocast_dtype, reference=copy)
+            self._image_reader.attach(inputs)
         adapter: ModelAdapter = adapter_for(
             loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=inputs
         )

@@ -14,7 +14,8 @@ from torch import Tensor
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.models.vision.image_prompts import ImagePrompt, ImagePrompts
+from memsafe_rl.models.vision.image_prompts import ImagePrompts
+from memsafe_rl.models.vision.tower import ImagePrompt
 from memsafe_rl.types import Ragged, Trajectory
 from tests.images import END, FAMILIES, IMAGE, START, small
 from tests.models.language.test_packing import InDouble
@@ -37,7 +38,7 @@ SEVERAL = (prompt((4, 4)), prompt((4, 8), (8, 4), seed=1), prompt((6, 4), (2, 2)
 def adapter_of(model: Any) -> tuple[CausalLMAdapter, ImagePrompts]:
     """Wraps and checks a network."""
     images = ImagePrompts(model)
-    adapter = CausalLMAdapter(model, pad_token_id=0, inputs=images.of)
+    adapter = CausalLMAdapter(model, pad_token_id=0, inputs=images)
     check_head(adapter)
     assert adapter.joins
     assert adapter.packs_prompts
@@ -189,10 +190,3 @@ def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest
     monkeypatch.setattr(images, "_grown", shifted)
     with pytest.raises(ConfigError, match="other hidden states than its own forward"):
         images.read([SEVERAL[1]])
-
-
-def test_a_trained_tower_is_refused_by_name() -> None:
-    model = small()
-    model.model.visual.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"trains its image tower .*visual.requires_grad_\(False\)"):
-        ImagePrompts(model)

@@ -1,0 +1,115 @@
+"""What image towers make of prompts, and how one that learns gets its gradient: last, and once in an optimizer step.
+
+Features depend on nothing but weights, and these move between steps alone. So micro-batches read features that were
+made without a graph, and leave gradients there, as rows do at a `Trunk`. When all of them are done, the tower runs
+again, one prompt at a time, and goes back from those gradients. By the chain rule that gives what a forward of the
+tower in every micro-batch would give, and holds the activations of one prompt.
+
+Axes: ``L`` tokens of a prompt, ``F`` features of all prompts, ``D`` hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.module_state import eval_mode, peft_adapters_on, weights_mark
+
+Reader = tuple[int, tuple[str, ...]]
+"""A network, by its id, and the PEFT adapters under which its tower reads."""
+
+
+class ImagePrompt(NamedTuple):
+    """A prompt as a processor gives it, on the host."""
+
+    ids: Tensor  # (L,) int64, with one placeholder for each feature
+    pixels: Tensor  # (patches, values) float, of all its images in order
+    grids: Tensor  # (images, 3) int64, patches in time, height and width
+
+
+class Shown(NamedTuple):
+    """A prompt, and where its features lie."""
+
+    prompt: ImagePrompt
+    rows: slice
+
+
+@dataclass(eq=False)
+class Features:
+    """What a tower made of the prompts of a table."""
+
+    values: Tensor  # (F, D); while an optimizer step accumulates, a leaf at which gradients gather
+    mark: int = 0  # of the weights that made those which are fresh
+    fresh: set[int] = field(default_factory=set)  # first rows of prompts whose features are those of the weights now
+    learnt: dict[int, Shown] = field(default_factory=dict)  # by first row, prompts that rows of the step have read
+
+
+class Tower:
+    """The tower of a network, under its adapters, and those of the networks beside it."""
+
+    def __init__(self, lm: Any, *, dtype: torch.dtype | None, reference: Any = None) -> None:
+        """Names a network, the type of its autocast, and the frozen copy that answers for the reference."""
+        visual = lm.base_model.visual
+        self._lm, self._visual, self._dtype = lm, visual, dtype
+        self._learning = nn.ParameterList(weight for weight in visual.parameters() if weight.requires_grad)
+        self._adapted = any(isinstance(module, BaseTunerLayer) for module in lm.modules())
+        self.learns = len(self._learning) > 0
+        self.reads_again = self.learns or (reference is not None and reference.base_model.visual is not visual)
+        self.own: Reader = (id(lm), peft_adapters_on(lm) if self._adapted else ())
+        weight = lm.get_input_embeddings().weight
+        # In halves, small shares would soon add nothing to a large sum.
+        self.feature_dtype = torch.promote_types(weight.dtype, torch.float32) if self.learns else weight.dtype
+
+    def reader(self, lm: Any) -> Reader:
+        """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
+        if lm.base_model.visual is self._visual and not self.learns:
+            return self.own
+        return id(lm), peft_adapters_on(lm) if self._adapted else ()
+
+    def autocast(self) -> torch.autocast:
+        """Gives the context of a tower's forward, which uses every weight once, so that no copy need be kept."""
+        kind = self._lm.get_input_embeddings().weight.device.type
+        dtype, rounds = self._dtype or torch.bfloat16, self._dtype is not None
+        return torch.autocast(kind, dtype=dtype, enabled=rounds, cache_enabled=False)
+
+    @torch.no_grad()
+    def fill(self, lm: Any, features: Features, wanted: Iterable[Shown]) -> None:
+        """Makes features of prompts where they are missing, or of weights that have moved since; may be repeated."""
+        mark = weights_mark(self._learning)
+        if mark != features.mark:
+            features.fresh.clear()
+            features.mark = mark
+        stale = [one for one in wanted if one.rows.start not in features.fresh]
+        if not stale:
+            return
+        with eval_mode(lm.base_model.visual):
+            for prompt, rows in stale:
+                features.values[rows] = self._made(lm, prompt)
+                features.fresh.add(rows.start)
+
+    def learn(self, features: Features, forward: Context, around: Context) -> None:
+        """Runs the backward of the own tower from where gradients have gathered; dropout leaves features alone."""
+        gradient = features.values.grad
+        if gradient is None:  # no row was run
+            return
+        with eval_mode(self._visual), around():
+            for prompt, rows in features.learnt.values():
+                with forward():
+                    made_ND = self._made(self._lm, prompt)
+                torch.autograd.backward(made_ND, gradient[rows].to(made_ND.dtype))
+                del made_ND  # lest it lie beside the next one's
+
+    def _made(self, lm: Any, prompt: ImagePrompt) -> Tensor:
+        """Gives the features of a prompt, in the type that the tower gives them."""
+        device = lm.get_input_embeddings().weight.device
+        with self.autocast():
+            read = lm.base_model.get_image_features(
+                prompt.pixels.to(device, copy=True), prompt.grids.to(device), return_dict=True
+            ).pooler_output
+        return torch.cat(tuple(read))

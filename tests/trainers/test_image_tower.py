@@ -1,0 +1,332 @@
+"""GRPO trains an image tower too: gradients of the network's own forward on pixels, however memory is cut."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
+from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
+from tests.models.language.test_packing import InDouble
+from tests.trainers.helpers import cut, gradient_of, relative, weights
+from tests.trainers.test_images import GROUP, make, own_logits, pay
+
+CUTS = {
+    "row by row": {"micro_batch_tokens": 1, "pack_prompts": False},
+    "pairs of rows": {"micro_batch_tokens": 50, "pack_prompts": False},
+    "whole, padded": {"micro_batch_tokens": 8192, "pack_prompts": False},
+    "packed": {"micro_batch_tokens": 8192, "pack_prompts": True},
+    "packed, behind trunks": {"micro_batch_tokens": 30, "pack_prompts": True},
+}
+
+
+def learner(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32) -> Any:
+    """Makes a network whose tower learns."""
+    return small(family, dtype).requires_grad_(True)
+
+
+def shown() -> list[dict[str, Any]]:
+    """Gives rows two of which show the same image, and one of which shows none."""
+    return [*rows()[:3], {**rows()[3], "images": rows()[0]["images"]}]
+
+
+def logprobs_of(model: Any, row: dict[str, Any], ids: Tensor) -> Tensor:
+    """Gives log-probs of a completion by the model's own forward on pixels."""
+    return own_logits(model, row, ids.tolist())[:-1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def naive_gradient(model: Any, data: list[dict[str, Any]], trainer: Any, reference: Any, beta: float) -> Tensor:
+    """Differentiates the plain loss of a rollout, each row by a forward of its own."""
+    trajectory = trainer.loop.state.rollout.trajectory
+    model.zero_grad()
+    actions, total = trajectory.actions.rows(), len(trajectory.actions.flat)
+    for place, ids in enumerate(actions):
+        row, advantage = data[place // GROUP], trajectory.advantages[place].double()
+        own = logprobs_of(model, row, ids)
+        old = trajectory.old_logprobs.rows()[place].double() if trajectory.has_old[place] else own.detach()
+        ratio = (own - old).exp()
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        if beta:
+            with torch.no_grad():
+                gap = logprobs_of(reference, row, ids)
+            loss = loss + beta * ((gap - own).exp() - (gap - own) - 1) * ratio
+        (loss.sum() / total).backward()
+    return torch.cat([weight.grad.flatten().double() for weight in model.parameters() if weight.requires_grad])
+
+
+def made(tmp_path: Path, model: Any, **more: Any) -> Any:
+    """Makes a trainer of a copy of a network."""
+    return make(tmp_path, model=copy.deepcopy(model), **{"train_dataset": shown(), **more})
+
+
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3)])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cut_as", CUTS)
+def test_a_step_has_the_gradient_of_forwards_on_pixels(
+    tmp_path: Path, cut_as: str, family: str, beta: float, steps: int
+) -> None:
+    """In the second step weights have moved since the rollout; the third has a rollout of its own."""
+    with InDouble():
+        start = learner(family, torch.float64)
+        trainer = made(
+            tmp_path, start, policy=cut(**CUTS[cut_as]), num_iterations=2, beta=beta, max_steps=4, learning_rate=1e-3
+        )
+        found = gradient_of(trainer, steps)
+        wanted = naive_gradient(copy.deepcopy(trainer.model), shown(), trainer, start, beta)
+    towers = torch.cat([torch.full((weight.numel(),), "visual" in name) for name, weight in start.named_parameters()])
+    assert wanted[towers].norm() > wanted.norm() / 100
+    assert relative(found[towers], wanted[towers]) < 1e-12
+    assert relative(found, wanted) < 1e-12
+
+
+def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
+    start, policies = learner(), [cut(40), cut(40, checkpointing=True)]
+    found = [gradient_of(made(tmp_path / str(place), start, policy=one)) for place, one in enumerate(policies)]
+    assert torch.equal(*found)
+
+
+def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner(), max_steps=2, learning_rate=1e-2)
+    trainer.loop.begin(None)
+    trainer.loop.step()
+    moved = copy.deepcopy(trainer.model)
+    trainer.loop.state.rollout = None
+    trajectory = trainer.loop.collect().trajectory
+    for place, ids in enumerate(trajectory.actions.rows()):
+        logits_TV = own_logits(moved, shown()[place // GROUP], ids.tolist())[:-1]
+        logits_TV[:, [IMAGE, VIDEO]] = -torch.inf
+        own = logits_TV.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
+
+
+def passes_of(trainer: Any) -> list[bool]:
+    """Notes each forward of a trainer's tower, and whether it keeps a graph."""
+    found: list[bool] = []
+    trainer.model.model.visual.register_forward_pre_hook(lambda *_: found.append(torch.is_grad_enabled()))
+    return found
+
+
+def features_of(trainer: Any) -> list[Any]:
+    """Gives the features that are kept."""
+    return list(trainer.setup.models.reader.kept().features.values())
+
+
+def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=2, policy=cut(1))
+    found = passes_of(trainer)
+    trainer.train()
+    assert found == [False] + 2 * ([False] * 3 + [True] * 3)  # the check at start; then in each rollout
+    assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+    later = made(tmp_path / "b", learner(), max_steps=2, num_iterations=2)
+    found = passes_of(later)
+    later.train()
+    assert found == [False] + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) -> None:
+    trainer = made(tmp_path, small(), max_steps=2, num_iterations=2)
+    found = passes_of(trainer)
+    trainer.train()
+    table = trainer.setup.models.reader.kept()
+    assert found == [False] * 4
+    assert not table.shown
+    assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+
+
+STEPS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
+
+
+@pytest.mark.slow
+def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> None:
+    places: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def ended(fail_at: int | None) -> tuple[Any, SimulatedMemory]:
+        with SimulatedMemory(fail_at=fail_at) as memory:
+            trainer = made(tmp_path / str(fail_at), learner(), **STEPS, policy=cut(40, pack_prompts=True))
+            tower = trainer.model.model.visual
+            for network in (tower, trainer.ref_model.model.visual):
+                network.blocks[1].register_forward_pre_hook(lambda *_: places["forward"].append(memory.allocations))
+            tower.merger.mlp.register_full_backward_hook(lambda *_: places["backward"].append(memory.allocations))
+            trainer.train()
+        return trainer, memory
+
+    plain, _ = ended(None)
+    known = {name: list(found) for name, found in places.items()}
+    assert [len(found) for found in known.values()] == [1 + 3 * 8, 9]
+    # While read, for the reference, in the last pass, again after weights moved, in that pass, and in the next rollout.
+    tried = [known["forward"][place] for place in (1, 4, 8, 11, 15, 20)]
+    tried += [known["backward"][place] for place in (0, 4, 8)]
+    for entered in tried:
+        for later in (1, 25):
+            found, memory = ended(entered + later)
+            assert memory.refusals == 1
+            assert torch.equal(weights(found), weights(plain)), entered
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
+    whole = made(tmp_path / "whole", learner(), **STEPS)
+    whole.train()
+    for stop in (1, 2):
+        kept = {"save_strategy": "steps", "save_steps": 1}
+        made(tmp_path / str(stop), learner(), **{**STEPS, **kept, "max_steps": stop}).train()
+        second = made(tmp_path / str(stop), learner(), **STEPS, **kept)
+        second.train(resume_from_checkpoint=True)
+        assert torch.equal(weights(second), weights(whole))
+
+
+@pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
+def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, kind: Any) -> None:
+    learner().save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    settings = {"per_device_train_batch_size": 16, "num_generations": GROUP, "max_completion_length": 6, "max_steps": 1}
+    settings |= {"learning_rate": 0.1, "beta": 0.1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
+    trainer = kind(
+        str(tmp_path / "model"),
+        reward_funcs=pay,
+        args=kind.config_class(str(tmp_path / "run"), disable_tqdm=True, bf16=False, **settings),
+        train_dataset=shown(),
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    assert any("visual" in name for name in before)
+    for name, weight in trainer.model.named_parameters():
+        assert not torch.equal(before[name], weight), name
+
+
+def lora(**more: Any) -> LoraConfig:
+    return LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **more)
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
+@pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
+def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
+    tmp_path: Path, where: str, cut_as: str, steps: int
+) -> None:
+    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"])
+    with InDouble():
+        start = learner(dtype=torch.float64)
+        trainer = made(
+            tmp_path,
+            start,
+            peft_config=lora() if where == "all-linear" else whole,
+            policy=cut(**CUTS[cut_as]),
+            beta=0.5,
+            num_iterations=2,
+            max_steps=2,
+        )
+        names = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+        trainer.model.double()
+        found = gradient_of(trainer, steps)
+        adapted = copy.deepcopy(trainer.model).get_base_model()
+        wanted = naive_gradient(adapted, shown(), trainer, start, 0.5)
+    assert any("visual" in name for name in names)
+    assert relative(found, wanted) < 1e-12
+
+
+@pytest.mark.slow
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
+    found = []
+    config = PPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        max_completion_length=6,
+        max_steps=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        bf16=False,
+        shuffle_dataset=False,
+    )
+    for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
+        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy, "processing_class": processor()}
+        with InDouble():
+            torch.manual_seed(0)
+            trainer = PPOTrainer(learner(dtype=torch.float64), pay, copy.deepcopy(config), shown(), **more)
+            trainer.setup.trained.double()
+            for weight in trainer.setup.advantages.critics[0].head.parameters():
+                weight.data.fill_(0.1)
+            found.append(gradient_of(trainer))
+        gradients = {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
+        critic = [grad for name, grad in gradients.items() if ".critic." in name and "visual" in name]
+        assert critic
+        assert all(grad.norm() > 0 for grad in critic)
+    assert relative(found[1], found[0]) < 1e-12
+    assert relative(found[2], found[0]) < 1e-12
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"top_entropy_quantile": 0.5, "beta": 0.1},
+        {"batch_invariant": True},
+        {"bf16": True},
+        {"eval_dataset": shown(), "eval_strategy": "steps", "eval_steps": 1},
+        {"probe_worst_case": True},
+        {"dynamic_sampling": True},
+        {
+            "reward_funcs": [pay, length],
+            "objectives": {"a": {"rewards": ["pay"]}, "b": {"rewards": ["length"], "beta": 0.1}},
+        },
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_cuts_agree_beside_other_settings(tmp_path: Path, more: dict[str, Any]) -> None:
+    found = []
+    for place, told in enumerate(({}, {"offload_activations": True}, {"micro_batch_tokens": 30, "pack_prompts": True})):
+        settings = {"num_iterations": 2, "max_steps": 3, "learning_rate": 1e-4, **more}
+        trainer = made(tmp_path / str(place), learner(), policy=cut(**told), **settings)
+        found.append(gradient_of(trainer, 2))
+    assert relative(found[1], found[0]) < 1e-6
+    assert relative(found[2], found[0]) < (2e-2 if "bf16" in more else 1e-5)
+
+
+def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
+    found = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        policy, adapter = cut(checkpointing=checkpointing), lora(lora_dropout=0.5)
+        found.append(gradient_of(made(tmp_path, learner(), policy=policy, peft_config=adapter, disable_dropout=False)))
+    assert torch.equal(*found)
+
+
+def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=1)
+    trainer.train()
+    found = trainer.evaluate(shown())
+    other = made(tmp_path / "b", trainer.model, max_steps=1).evaluate(shown())
+    assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
+        name: other[name] for name in ("eval_reward", "eval_loss")
+    }
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_teacher_reads_images_with_its_own_tower(tmp_path: Path, learns: bool) -> None:
+    torch.manual_seed(1)
+    teacher = learner()
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    teacher.save_pretrained(tmp_path / "teacher")
+    model = learner() if learns else small()
+    trainer = made(tmp_path / "run", model, teacher_model_name_or_path=str(tmp_path / "teacher"))
+    gradient_of(trainer)
+    trajectory = trainer.loop.state.rollout.trajectory
+    for place, ids in enumerate(trajectory.actions.rows()):
+        own = logprobs_of(teacher, shown()[place // GROUP], ids).detach()
+        torch.testing.assert_close(trajectory.ref_logprobs.rows()[place], own, rtol=0, atol=1e-5)
