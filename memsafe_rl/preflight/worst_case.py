@@ -419,14 +419,15 @@ class Probe:
     def score(self, trajectory: Trajectory, tile: int) -> None:
         """Scores the slices that may hold most, of every pass before an update, with the tile of the one before."""
         setup, rollout, adapter = self.setup, self.longest.rollout, self._adapter
-        tile = max(tile, UpdatePlan.logprob_tile) if rollout is None else tile if rollout else UpdatePlan.logprob_tile
+        first = UpdatePlan.logprob_tile  # before there is a plan
+        before = max(tile, first) if rollout is None else tile if rollout else first
         config, needs, scorer = setup.config, setup.advantages.needs, self._collector.scorer
         budget = setup.memory.rollout_plan.score_tokens
 
         def scored(
             adapter: ModelAdapter, sets: Sequence[Sequence[int]], context: Context | None = None, **wanted: Any
         ) -> None:
-            wanted |= {"temperature": config.temperature, "tile": tile}
+            wanted = {"temperature": config.temperature, "tile": before, **wanted}
             with setup.gathered(adapter.model), setup.memory.phase(Phase.SCORE):
                 for rows, packed in widest_slices(setup, trajectory, sets, budget):
                     attempt = scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
@@ -440,11 +441,14 @@ class Probe:
             later = [list(everyone)]
         if later:
             scored(adapter, later, with_kl=needs.with_kl, columns=needs.columns)
-        if config.marks_tokens:
-            wanted = config.top_entropy_quantile < 1.0
-            scored(adapter, self._step_rows(trajectory), setup.row_by_row, with_entropy=wanted)
-        if adapter.routers is not None:
-            scored(adapter, self._step_rows(trajectory), partial(counting_experts, setup, []))
+        steps = [step.rows for step in steps_of(setup, trajectory, rollout)]
+        # All steps of a rollout but the first are scored after the update of another one.
+        for sets, own in [(steps[:1], before), (steps[1:], tile)] if rollout == 0 else [(steps, before)]:
+            if config.marks_tokens and sets:
+                wanted = config.top_entropy_quantile < 1.0
+                scored(adapter, sets, setup.row_by_row, with_entropy=wanted, tile=own)
+            if adapter.routers is not None and sets:
+                scored(adapter, sets, partial(counting_experts, setup, []), tile=own)
         for critic in setup.advantages.critics:
             with (
                 setup.memory.phase(Phase.SCORE),
@@ -455,9 +459,6 @@ class Probe:
                 for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
                     columns = needs.columns
                     value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
-
-    def _step_rows(self, trajectory: Trajectory) -> list[Sequence[int]]:
-        return [step.rows for step in steps_of(self.setup, trajectory, self.longest.rollout)]
 
     def rollout(self, trajectory: Trajectory) -> Rollout:
         """Gives rows as a rollout of the run's own engine."""
@@ -474,7 +475,7 @@ class Probe:
         setup, learner, rollout = self.setup, self.learner, self.rollout(trajectory)
         places = tried_places(learner.work(trajectory, rows), setup.memory.update_plan, micro_batches)
         tried = [rows[place] for place in places]
-        terms = terms or self.terms(trajectory, tried)
+        terms = terms or self.terms(trajectory, rows)  # of all, which are scored in other slices than some would be
         committer, repeat = setup.committed, setup.recovery.repeat
         with setup.memory.phase(Phase.UPDATE):
             learner.gradient(rollout, tried, terms, step=setup.memory.step)

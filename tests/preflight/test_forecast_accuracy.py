@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,22 @@ from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import T5Config, T5ForConditionalGeneration
 
+from benchmarks.forecast_error import beside as forecast_and_run
+from benchmarks.forecast_error import errors_of, save_network
+from benchmarks.random_runs import draw_run
 from memsafe_rl.preflight.fake.device import fake_device, true_numbers
 from memsafe_rl.slices import permutation
 from memsafe_rl.types import Phase
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer
+
+ONCE_WRONG = {
+    (2611, 49): "most completion tokens meet gradients in another step than most tokens do",
+    (2512, 95): "marks are made of a whole step, not of the rows that are tried",
+    (2512, 112): "steps after a rollout's first are marked in tiles of the plan before",
+    (2512, 155): "a view's strides, by which a product would copy its weights",
+}
+"""Runs drawn at random that were 7 to 25 % off in a phase, by seed and number, and why."""
 
 RAGGED = (40, 30, 12, 11)
 
@@ -102,3 +114,12 @@ def test_a_random_order_is_that_of_the_run_on_tensors_without_numbers() -> None:
             with true_numbers():
                 assert torch.arange(3).tolist() == [0, 1, 2], made
                 assert permutation(9, 1, 2) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "number"), ONCE_WRONG)
+def test_random_runs_that_were_forecast_wrongly(seed: int, number: int, tmp_path: Path) -> None:
+    drawn = draw_run(seed, number)
+    save_network(drawn.network_config(), str(tmp_path))
+    errors = errors_of(forecast_and_run(drawn, partial(drawn.trainer, tmp_path), on_device=False))
+    assert all(abs(error) < 0.01 for error in dict(errors).values()), (ONCE_WRONG[seed, number], dict(errors))

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -235,6 +236,7 @@ def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
     return isinstance(value, (list, tuple)) and any(_shares(one, storage) for one in value)
 
 
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
 _DEVICE_OF = torch.ops.prim.device.default
 """What a fake tensor's ``device`` asks, more often than all operators together."""
@@ -303,6 +305,9 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._memory.ledger.see(result, is_new=is_new)
         else:
             result = func(*args, **kwargs)
+            if func in _VIEWS and result.is_contiguous() and 1 in result.shape:
+                # Its stand-in has other strides on axes of length 1, for which a product would copy its weights.
+                result = result.as_strided(result.shape, make_contiguous_strides_for(result.shape))
             if key is not None:
                 _MEMO.remember(key, func, args, kwargs, result)
         if self._memory.allocator is None:  # else CPU kernels stand for others

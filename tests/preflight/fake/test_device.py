@@ -180,3 +180,14 @@ def test_like_turns_are_run_twice_where_only_bytes_matter() -> None:
         assert list(worth_running("abcde", lambda turns: [turns.index("d")])) == ["a", "d"]
     assert list(worth_running("abc", lambda _: [2])) == ["a", "b", "c"]
     assert list(worth_running(range(9))) == list(range(9))
+
+
+def test_a_view_has_the_strides_of_a_real_one_on_axes_of_length_1() -> None:
+    """Else a product with it would copy its weights for every row."""
+
+    def strides() -> tuple[int, ...]:
+        return torch.empty(16, 6, 1, 40).transpose(1, 2).contiguous().view(16, 1, 240).stride()
+
+    real = strides()
+    with fake_device(2**30):
+        assert strides() == real == (240, 240, 1)
