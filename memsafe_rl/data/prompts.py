@@ -19,6 +19,7 @@ from torch import Tensor
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
 from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.vision.families import KNOWN
 from memsafe_rl.rollout.multi_turn.chat import check_template
 from memsafe_rl.slices import prompt_order
 
@@ -272,7 +273,7 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
         kind = getattr(feature, "feature", feature)
         if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
-            raise unusable("dataset/images", name=name, column=column)
+            raise unusable("dataset/images", name=name, column=column, known=KNOWN)
     return dataset
 
 
@@ -386,7 +387,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
     unusable.when(not prompt, "prompt/chat")
     for place, turn in enumerate(prompt):
         _check_message(place, turn)
-    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt)
+    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt, known=KNOWN)
 
 
 def _check_alike(prompt: Any, first: Any) -> None:
@@ -438,8 +439,10 @@ def images_in(prompt: Any) -> Iterator[Any]:
                 yield part["image"]
 
 
-def hollow(prompt: Any) -> Any:
-    """Gives a prompt whose images are placeholders, as chat templates and tables show it."""
+def hollow(prompt: Any, *, in_parts: bool = False) -> Any:
+    """Gives a prompt whose images are placeholders, as chat templates and tables show it; text as parts, too."""
+    if in_parts and is_chat(prompt):
+        prompt = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
     return with_image_parts(prompt, lambda _: {"type": "image"})
 
 

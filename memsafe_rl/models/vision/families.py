@@ -1,0 +1,159 @@
+"""Families of networks that read images: what a prompt shows for an image, and what the tower makes of it.
+
+A description holds what differs between families; all else is shared. Each must agree with the network's own forward on
+pixels, which is compared at start.
+
+Axes: ``L`` tokens of a prompt, ``F`` features of all its images, ``D`` hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Images = Mapping[str, Tensor]
+"""What an image processor gives of a prompt's images, by the arguments of the network's forward."""
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How a family reads images."""
+
+    name: str  # that people know
+    tower: tuple[str, ...]  # modules of the trunk on whose weights features depend
+    takes: tuple[str, ...]  # of what an image processor gives, pixels first
+    # image processor, tokenizer, config, (height, width): the tokens in place of an image's own
+    tokens: Callable[[Any, Any, Any, tuple[int, int]], list[int]]
+    runs: Callable[[Any, Images], list[int]]  # config, images: features that each run of placeholders stands for
+    features: Callable[[Any, Images], Tensor]  # trunk, images on its device: (F, levels * D)
+    blank: Callable[[Any, Sequence[int], Tensor], Images]  # config, runs, any tensor: made-up images of these runs
+    # trunk, ids (L,), which are placeholders (L,), images: M-RoPE positions (3, L); None where a token's is its slot
+    positions: Callable[[Any, Tensor, Tensor, Images], Tensor] | None = None
+    marks: str | None = None  # argument of the forward that is 1 where a token is a placeholder
+    deep: bool = False  # whether features enter the first language layers too, after each a level of them
+    in_parts: bool = False  # whether chat templates read every content as parts, text alone as well
+
+    def modules_of(self, lm: Any) -> tuple[nn.Module, ...]:
+        """Gives the modules of a network's tower."""
+        return tuple(getattr(lm.base_model, name) for name in self.tower)
+
+    def levels(self, config: Any) -> int:
+        """Counts the features of a placeholder, each as wide as the language model."""
+        return 1 + (len(config.vision_config.deepstack_visual_indexes) if self.deep else 0)
+
+
+def vision_family(config: Any) -> VisionFamily | None:
+    """Gives the family of a config; None where it reads no images here."""
+    return FAMILIES.get(getattr(config, "model_type", ""))
+
+
+# ------------------------------------------------------------------ images as grids of patches: Qwen
+
+
+def _grid_tokens(processor: Any, _: Any, config: Any, size: tuple[int, int]) -> list[int]:
+    patches = processor.get_number_of_image_patches(*size, {})
+    return [int(config.image_token_id)] * (patches // processor.merge_size**2)
+
+
+def _grid_runs(config: Any, images: Images) -> list[int]:
+    merged = config.vision_config.spatial_merge_size**2
+    return [int(grid.prod()) // merged for grid in images["image_grid_thw"]]
+
+
+def _grid_features(trunk: Any, images: Images) -> Tensor:
+    return torch.cat(tuple(trunk.get_image_features(**images, return_dict=True).pooler_output))
+
+
+def _deep_features(trunk: Any, images: Images) -> Tensor:
+    read = trunk.get_image_features(**images, return_dict=True)
+    return torch.cat([torch.cat(tuple(level)) for level in (read.pooler_output, *read.deepstack_features)], -1)
+
+
+def _grid_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
+    """Makes each image a strip of as many patches as its placeholders stand for."""
+    tower = config.vision_config
+    side, values = tower.spatial_merge_size, tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    pixels = like.new_zeros(sum(runs) * side**2, values, dtype=torch.float32)
+    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([(1, side, side * run) for run in runs])}
+
+
+def _rope_positions(trunk: Any, ids_L: Tensor, shown_L: Tensor, images: Images) -> Tensor:
+    positions_31L, _ = trunk.get_rope_index(ids_L[None], shown_L[None].int(), image_grid_thw=images["image_grid_thw"])
+    positions_3L: Tensor = positions_31L[:, 0]
+    return positions_3L
+
+
+# ------------------------------------------------------------------ images cut into squares: Idefics3, SmolVLM
+
+
+def _squares_tokens(processor: Any, tokenizer: Any, config: Any, size: tuple[int, int]) -> list[int]:
+    placeholder, tower = int(config.image_token_id), config.vision_config
+    _, rows, columns = processor.get_number_of_image_patches(*size, {})
+    around, image = "<fake_token_around_image>", tokenizer.convert_ids_to_tokens(placeholder)
+    squares = [[f"{around}<row_{y + 1}_col_{x + 1}>{image}" for x in range(columns)] for y in range(rows)]
+    text = "".join("".join(row) + "\n" for row in squares) + "\n" * bool(rows)
+    text += f"{around}<global-img>{image}{around}"
+    run = (tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [token for one in ids for token in [one] * (run if one == placeholder else 1)]
+
+
+def _squares_runs(config: Any, images: Images) -> list[int]:
+    _, count, _, height, width = images["pixel_values"].shape
+    side = config.vision_config.patch_size
+    return [(height // side) * (width // side) // config.scale_factor**2] * count
+
+
+def _squares_features(trunk: Any, images: Images) -> Tensor:
+    """Reads every square; the network's own method looks at pixels for squares that only fill a batch up."""
+    side, (pixels,) = trunk.config.vision_config.patch_size, images["pixel_values"]
+    mask = images["pixel_attention_mask"][0].unfold(1, side, side).unfold(2, side, side).sum((-1, -2)) > 0
+    states = trunk.vision_model(pixel_values=pixels.to(trunk.dtype), patch_attention_mask=mask).last_hidden_state
+    features: Tensor = trunk.connector(states).flatten(0, 1)
+    return features
+
+
+def _squares_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
+    tower = config.vision_config
+    shape, side = (1, len(runs)), (tower.image_size, tower.image_size)
+    pixels = like.new_ones(*shape, tower.num_channels, *side, dtype=torch.float32)
+    return {"pixel_values": pixels, "pixel_attention_mask": like.new_ones(*shape, *side)}
+
+
+_GRIDS = partial(
+    VisionFamily,
+    tower=("visual",),
+    takes=("pixel_values", "image_grid_thw"),
+    tokens=_grid_tokens,
+    runs=_grid_runs,
+    blank=_grid_blank,
+    positions=_rope_positions,
+    marks="mm_token_type_ids",
+)
+_IDEFICS3 = VisionFamily(
+    "Idefics3",
+    tower=("vision_model", "connector"),
+    takes=("pixel_values", "pixel_attention_mask"),
+    tokens=_squares_tokens,
+    runs=_squares_runs,
+    features=_squares_features,
+    blank=_squares_blank,
+    in_parts=True,
+)
+
+FAMILIES: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _GRIDS("Qwen2-VL", features=_grid_features),
+    "qwen2_5_vl": _GRIDS("Qwen2.5-VL", features=_grid_features),
+    "smolvlm": replace(_IDEFICS3, name="SmolVLM"),
+    "idefics3": _IDEFICS3,
+}
+"""Networks whose prompts may hold images, by the type that their config names."""
+
+*_BUT_LAST, _LAST = (family.name for family in FAMILIES.values())
+KNOWN = f"{', '.join(_BUT_LAST)} and {_LAST}"
+"""Their names, in a sentence."""
