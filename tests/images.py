@@ -16,6 +16,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -51,7 +55,13 @@ SQUARES: dict[str, Any] = {
 """Families that cut images into squares, of 16 pixels a side and 4 features here."""
 SQUARE: dict[str, Any] = {"image_size": 16, "patch_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2}
 AROUND, WHOLE, SHOWN = "<fake_token_around_image>", "<global-img>", "<image>"
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES)
+DEEP: dict[str, Any] = {
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+}
+"""Families whose features enter both language layers too."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES, *DEEP)
 TOWERS = ("visual", "vision_model", "connector")
 """What families call the modules of their towers."""
 TEMPLATE = (
@@ -73,6 +83,18 @@ def small(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32, tower: A
         tower = {**SQUARE, "hidden_size": 16, "intermediate_size": 24, **tower}
         ids = {"image_token_id": IMAGE, "pad_token_id": 0, "scale_factor": 2}
         model = kind(named(text_config=config, vision_config=tower, **ids))
+    elif family in DEEP:
+        named, kind = DEEP[family]
+        rope = {**config["rope_parameters"], "mrope_interleaved": True}
+        rope["mrope_section"] = rope["mrope_section"][::-1]
+        config |= {"rope_parameters": rope, "head_dim": config["hidden_size"] // 4}
+        config |= EXPERTS if family == "qwen3_vl_moe" else {}
+        tower = {**TOWER, "hidden_size": 16, "out_hidden_size": config["hidden_size"], "intermediate_size": 24, **tower}
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        made = named(text_config=config, vision_config=tower, **IDS)
+        if dtype is torch.float64:
+            made.text_config._experts_implementation = "eager"  # the default has no float64
+        model = kind(made)
     elif family == "qwen2_vl":
         tower = {**TOWER, "embed_dim": 16, "hidden_size": config["hidden_size"], "mlp_ratio": 2, **tower}
         model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=config, vision_config=tower, **IDS))

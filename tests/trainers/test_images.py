@@ -62,6 +62,7 @@ def make(output_dir: Path, *, model: Any = None, **more: Any) -> Any:
         "train_dataset": rows(),
         "processing_class": processor(family_of(model)),
         "bf16": False,
+        "router_aux_loss_coef": 0.0,
     }
     return make_trainer(output_dir, model=model, **{**given, **more})
 

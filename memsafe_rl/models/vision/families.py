@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+LEVELS = "image_levels"
+"""Argument that a trunk's forward hands on to its layers: what is added to the output of each of the first, (B, N, D)."""
+
 Images = Mapping[str, Tensor]
 """What an image processor gives of a prompt's images, by the arguments of the network's forward."""
 
@@ -45,6 +48,18 @@ class VisionFamily:
     def levels(self, config: Any) -> int:
         """Counts the features of a placeholder, each as wide as the language model."""
         return 1 + (len(config.vision_config.deepstack_visual_indexes) if self.deep else 0)
+
+    def reach_deeper(self, lm: Any) -> None:
+        """Has the first language layers add what they are given of images, once for a network and its copies."""
+        for level in range(self.levels(lm.config) - 1):
+            layer = lm.base_model.language_model.layers[level]
+            if not hasattr(layer, "image_level"):
+                layer.image_level = level
+                layer.register_forward_hook(_with_level, with_kwargs=True)
+
+
+def _with_level(layer: Any, _: Any, given: Mapping[str, Any], states: Tensor) -> Tensor:
+    return states + given[LEVELS][layer.image_level].to(states.dtype) if LEVELS in given else states
 
 
 def vision_family(config: Any) -> VisionFamily | None:
@@ -149,6 +164,8 @@ _IDEFICS3 = VisionFamily(
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _GRIDS("Qwen2-VL", features=_grid_features),
     "qwen2_5_vl": _GRIDS("Qwen2.5-VL", features=_grid_features),
+    "qwen3_vl": _GRIDS("Qwen3-VL", features=_deep_features, deep=True),
+    "qwen3_vl_moe": _GRIDS("Qwen3-VL-MoE", features=_deep_features, deep=True),
     "smolvlm": replace(_IDEFICS3, name="SmolVLM"),
     "idefics3": _IDEFICS3,
 }

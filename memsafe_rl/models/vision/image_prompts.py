@@ -26,7 +26,7 @@ from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import peft_adapter_on
-from memsafe_rl.models.vision.families import FAMILIES
+from memsafe_rl.models.vision.families import FAMILIES, LEVELS
 from memsafe_rl.models.vision.tower import Features, ImagePrompt, Reader, Shown, Tower
 from memsafe_rl.types import Component, Trajectory
 
@@ -58,6 +58,9 @@ class ImagePrompts:
         self._family = FAMILIES[lm.config.model_type]
         self._tower = Tower(self._family, lm, dtype=dtype, reference=reference)
         self._rounds = dtype is not None
+        for network in (lm, reference):
+            if network is not None:
+                self._family.reach_deeper(network)
         self.first_id = int(weight.shape[0])
         self._placeholder = int(lm.config.image_token_id)
         self._checked = self._learning = False
@@ -109,9 +112,10 @@ class ImagePrompts:
             given = {"position_ids": torch.where(named_BN, table.positions[:, entries_BN], positions_BN)}
         embedded_BND = lm.get_input_embeddings()(torch.where(named_BN, table.tokens[entries_BN], ids_BN))
         places_BN = table.places[entries_BN]
-        features_BND = functional.embedding(places_BN, self._features(lm).values, padding_idx=0)
+        features_BNW = functional.embedding(places_BN, self._features(lm).values, padding_idx=0)
+        features_BND, *levels = features_BNW.split(embedded_BND.shape[-1], -1)
         embeds_BND = torch.where((places_BN > 0)[..., None], features_BND.to(embedded_BND.dtype), embedded_BND)
-        return {"inputs_embeds": embeds_BND, **given}
+        return {"inputs_embeds": embeds_BND, **given, **({LEVELS: levels} if levels else {})}
 
     def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Has a tower read the images of rows again, where its weights have moved since, or none has read them."""
@@ -155,7 +159,7 @@ class ImagePrompts:
         if reader not in found:
             own = found[self._tower.own].values
             with charge(Component.TRAJECTORY):
-                values = own.new_empty(len(own), self._width(lm))
+                values = own.new_zeros(len(own), self._width(lm))  # of which text reads the first
             found[reader] = Features(values.requires_grad_(self._learning and torch.is_grad_enabled()))
         return found[reader]
 

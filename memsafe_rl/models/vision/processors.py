@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,8 @@ def _loaded(name: str, trust_remote_code: bool, places: dict[str, Any]) -> Any:
     where = {"trust_remote_code": trust_remote_code, **places_for(name, **places)}
     try:
         if is_torchvision_available():
-            return AutoProcessor.from_pretrained(name, **where)
+            with suppress(ImportError):  # of what a processor wants for videos alone
+                return AutoProcessor.from_pretrained(name, **where)
         images = AutoImageProcessor.from_pretrained(name, **where)
         return PillowProcessor(images, AutoTokenizer.from_pretrained(name, **where))
     except ImportError as error:

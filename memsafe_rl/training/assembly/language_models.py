@@ -120,8 +120,7 @@ class LanguageModels(ModelFactory):
         check_adapter(adapter)
         if self._image_reader is not None:
             # else it would read stored ids itself
-            shares = adapter.joins and adapter.decodes and adapter.packs_prompts
-            refusal.when(not shares, "images/prompts", model=type(adapter.model).__name__)
+            refusal.when(not (adapter.joins and adapter.decodes), "images/prompts", model=type(adapter.model).__name__)
         if self._config.batch_invariant:
             require(adapter)
 
