@@ -9,6 +9,8 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     PreTrainedTokenizerFast,
@@ -23,6 +25,7 @@ from transformers import (
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -48,6 +51,7 @@ TEXT = {
 }
 IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
 TOWER: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "in_channels": 3}
+BREAKS: Any = pre_tokenizers.Split(Regex("\n+"), "isolated")
 SQUARES: dict[str, Any] = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil),
@@ -59,10 +63,12 @@ DEEP: dict[str, Any] = {
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
 }
-"""Families whose features enter both language layers too."""
+"""Families whose features enter the first two of three language layers too."""
+TWO_WAY = "gemma3"
+"""The family whose image tokens see each other; 4 of them to an image of 16 pixels a side here."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES, *DEEP)
-TOWERS = ("visual", "vision_model", "connector")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES, *DEEP, TWO_WAY)
+TOWERS = ("visual", "vision_model", "connector", "vision_tower", "multi_modal_projector")
 """What families call the modules of their towers."""
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} {% if message['content'] is string %}{{ message['content'] }}"
@@ -83,11 +89,21 @@ def small(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32, tower: A
         tower = {**SQUARE, "hidden_size": 16, "intermediate_size": 24, **tower}
         ids = {"image_token_id": IMAGE, "pad_token_id": 0, "scale_factor": 2}
         model = kind(named(text_config=config, vision_config=tower, **ids))
+    elif family == TWO_WAY:
+        ropes = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e3}
+        kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
+        config |= {"rope_parameters": ropes, "head_dim": config["hidden_size"] // 4, **kinds}
+        tower = {**SQUARE, "hidden_size": 16, "intermediate_size": 24, "vision_use_head": False, **tower}
+        ids = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
+        made = Gemma3Config(text_config=config, vision_config=tower, mm_tokens_per_image=4, **ids)
+        model = Gemma3ForConditionalGeneration(made)
+        nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # which begins at 0
     elif family in DEEP:
         named, kind = DEEP[family]
         rope = {**config["rope_parameters"], "mrope_interleaved": True}
         rope["mrope_section"] = rope["mrope_section"][::-1]
-        config |= {"rope_parameters": rope, "head_dim": config["hidden_size"] // 4}
+        config |= {"rope_parameters": rope, "head_dim": config["hidden_size"] // 4, "num_hidden_layers": 3}
         config |= EXPERTS if family == "qwen3_vl_moe" else {}
         tower = {**TOWER, "hidden_size": 16, "out_hidden_size": config["hidden_size"], "intermediate_size": 24, **tower}
         tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
@@ -112,6 +128,7 @@ def larger(family: str) -> Any:
     text = {"vocab_size": 300, "hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}
     wide = {"embed_dim": 256, "hidden_size": 128, "mlp_ratio": 4} if family == "qwen2_vl" else {"hidden_size": 256}
     wide |= {"intermediate_size": 8192} if family in SQUARES else {}
+    wide |= {"hidden_size": 64, "intermediate_size": 40960} if family == TWO_WAY else {}
     return small(family, tower=wide, **text)
 
 
@@ -128,12 +145,13 @@ def in_tower(name: str) -> bool:
 def blocks_of(model: Any) -> Any:
     """Gives the blocks of a tower."""
     tower: Any = tower_of(model)[0]
+    tower = getattr(tower, "vision_model", tower)
     return tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
 
 
 def never_drawn(family: str) -> list[int]:
     """Gives the tokens that stand for images or videos."""
-    return [IMAGE] if family in SQUARES else [IMAGE, VIDEO]
+    return [IMAGE] if family in (*SQUARES, TWO_WAY) else [IMAGE, VIDEO]
 
 
 def processor(family: str = "qwen2_vl") -> PillowProcessor:
@@ -146,8 +164,10 @@ def processor(family: str = "qwen2_vl") -> PillowProcessor:
         words, special, image = [*words, "\n", "\n\n", *squares], [AROUND, WHOLE, SHOWN, "<video>"], SHOWN
         edges = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
         images = SQUARES[family][2](**edges)
-        breaks = pre_tokenizers.Split(Regex("\n+"), "isolated")
-        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(" +"), "removed"), breaks])
+        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(" +"), "removed"), BREAKS])
+    if family == TWO_WAY:
+        words, image, images = [*words, "\n\n"], SPECIAL[0], Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+        split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(" +"), "removed"), BREAKS])
     words = [*words, *(f"w{place}" for place in range(START - len(words))), *special, "x62", "x63"]
     made = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="x62"))
     made.pre_tokenizer = split
@@ -171,6 +191,8 @@ def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[
     if family in SQUARES:
         cuts = zip(*(shown.pop(name, [[]])[0] for name in ("rows", "cols")), strict=True)
         parts = [get_image_prompt_string(*cut, 4, AROUND, SHOWN, WHOLE) for cut in cuts]
+    elif family == TWO_WAY:
+        parts = [f"\n\n{SPECIAL[0]}{SPECIAL[2] * 4}{SPECIAL[1]}\n\n" for _ in shown.pop("num_crops", ())]
     else:
         counts = [int(grid.prod()) // 4 for grid in shown.get("image_grid_thw", [])]
         parts = [f"{SPECIAL[0]}{SPECIAL[2] * count}{SPECIAL[1]}" for count in counts]
@@ -181,7 +203,8 @@ def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[
 def own_arguments(family: str, ids: list[int], shown: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gives the arguments of the model's own forward, for one row."""
     ids_1L = torch.tensor(ids)[None]
-    kinds = {} if family in SQUARES else {"mm_token_type_ids": (ids_1L == IMAGE).int()}
+    name = "token_type_ids" if family == TWO_WAY else "mm_token_type_ids"
+    kinds = {} if family in SQUARES else {name: (ids_1L == IMAGE).int()}
     return {"input_ids": ids_1L, **kinds, **shown}
 
 

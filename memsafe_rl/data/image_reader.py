@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -42,7 +43,10 @@ class ImagePromptReader(PromptReader):
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
         self._text, self._image_processor, self._config = text, image_processor, config
-        self._family, self._placeholder = FAMILIES[config.model_type], int(config.image_token_id)
+        self._family = FAMILIES[config.model_type]
+        self._placeholder = int(getattr(config, self._family.stands))
+        if self._family.spelled is not None:
+            text.spelled = partial(self._family.spelled, text.tokenizer, config)
         self._images: ImagePrompts | None = None
 
     def attach(self, images: ImagePrompts) -> None:
@@ -113,9 +117,9 @@ class ImagePromptReader(PromptReader):
         """Gives the pixels of a prompt's images, and what tells how they lie."""
         try:
             read = self._image_processor(images=list(images_in(prompt)), return_tensors="pt")
-        except UNREADABLE as error:
+            return {name: read[name] for name in self._family.takes}
+        except (*UNREADABLE, LookupError) as error:
             raise unusable("images/pixels", prompt=hollow(prompt), error=error) from error
-        return {name: read[name] for name in self._family.takes}
 
 
 def filled(prompt: Any) -> Any:

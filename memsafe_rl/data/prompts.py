@@ -194,6 +194,7 @@ class PromptTokenizer(PromptReader):
     vocab_size: int | None = None  # of the model
     why_limited: str = "the limit"
     shows_images: bool = False  # whether messages may hold placeholders of images
+    spelled: Callable[[str], str] | None = None  # what a template's text is changed to before it becomes tokens
 
     def bound(self, limit: int | None, why: str) -> None:
         """Lowers the limit."""
@@ -237,6 +238,10 @@ class PromptTokenizer(PromptReader):
         check_template(self.tokenizer)
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
         try:
+            if self.spelled is not None:
+                how |= {"tokenize": False, "return_dict": False}
+                texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **how))
+                return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
             return list(self.tokenizer.apply_chat_template(list(prompts), **how)["input_ids"])
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             if len(prompts) == 1:

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
-from tests.images import FAMILIES, SQUARES, blocks_of, in_tower, never_drawn, processor, rows, small, tower_of
+from tests.images import FAMILIES, SQUARES, TWO_WAY, blocks_of, in_tower, never_drawn, processor, rows, small, tower_of
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
 from tests.trainers.test_images import GROUP, family_of, make, own_logits, pay
@@ -24,6 +24,9 @@ CUTS = {
     "packed": {"micro_batch_tokens": 8192, "pack_prompts": True},
     "packed, behind trunks": {"micro_batch_tokens": 30, "pack_prompts": True},
 }
+
+UNLIKE = ("qwen2_vl", "qwen3_vl", "smolvlm", TWO_WAY)
+"""Families each of which reads features in a way of its own."""
 
 
 def learner(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32) -> Any:
@@ -217,7 +220,7 @@ def lora(**more: Any) -> LoraConfig:
 def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
     tmp_path: Path, family: str, where: str, cut_as: str, steps: int
 ) -> None:
-    saved = "connector" if family in SQUARES else "merger"
+    saved = "connector" if family in SQUARES else "multi_modal_projector" if family == TWO_WAY else "merger"
     whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved])
     with InDouble():
         start = learner(family, torch.float64)
@@ -240,7 +243,8 @@ def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
 
 
 @pytest.mark.slow
-def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", UNLIKE)
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, family: str) -> None:
     found = []
     config = PPOConfig(
         str(tmp_path),
@@ -255,10 +259,11 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> N
         shuffle_dataset=False,
     )
     for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
-        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy, "processing_class": processor()}
+        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy}
+        more["processing_class"] = processor(family)
         with InDouble():
             torch.manual_seed(0)
-            trainer = PPOTrainer(learner(dtype=torch.float64), pay, copy.deepcopy(config), shown(), **more)
+            trainer = PPOTrainer(learner(family, torch.float64), pay, copy.deepcopy(config), shown(), **more)
             trainer.setup.trained.double()
             for weight in trainer.setup.advantages.critics[0].head.parameters():
                 weight.data.fill_(0.1)
@@ -292,11 +297,12 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_cuts_agree_beside_other_settings(tmp_path: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", UNLIKE)
+def test_cuts_agree_beside_other_settings(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     found = []
     for place, told in enumerate(({}, {"offload_activations": True}, {"micro_batch_tokens": 30, "pack_prompts": True})):
         settings = {"num_iterations": 2, "max_steps": 3, "learning_rate": 1e-4, **more}
-        trainer = made(tmp_path / str(place), learner(), policy=cut(**told), **settings)
+        trainer = made(tmp_path / str(place), learner(family), policy=cut(**told), **settings)
         found.append(gradient_of(trainer, 2))
     assert relative(found[1], found[0]) < 1e-6
     assert relative(found[2], found[0]) < (2e-2 if "bf16" in more else 1e-5)

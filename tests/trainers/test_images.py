@@ -21,7 +21,7 @@ from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey
 from tests.images import (
     FAMILIES,
-    SQUARES,
+    TOWERS,
     blocks_of,
     in_tower,
     larger,
@@ -38,7 +38,7 @@ from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, make_trainer, relative, weights
 
 GROUP, LENGTH = 4, 6
-NO_TOWER = r".*(visual|vision_model|connector)\..*"
+NO_TOWER = rf".*({'|'.join(TOWERS)})\..*"
 
 
 def pay(completions: list[Any], goal: list[int], images: list[Any], **_: Any) -> list[float]:
@@ -75,7 +75,7 @@ def family_of(model: Any) -> str:
 
 def own_logits(model: Any, row: dict[str, Any], completion: list[int]) -> Tensor:
     """Gives logits at and after the prompt's end by the model's own forward, one row alone; images as pixels."""
-    if family_of(model) not in SQUARES:
+    if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
     output = model(**own_inputs(family_of(model), row, completion))
     return output.logits[0, -len(completion) - 1 :]
@@ -113,12 +113,25 @@ def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_first_step_is_the_naive_one_however_it_is_cut(tmp_path: Path, family: str) -> None:
     tokens, wanted = naive_run(small(family))
-    for index, policy in enumerate((None, cut(40, 3), cut(8192, 64, checkpointing=True), cut(100, pack_prompts=True))):
-        trainer = make(tmp_path / str(index), model=small(family), policy=policy)
+    policies = (None, cut(40, 3), cut(8192, 64, checkpointing=True), cut(100, pack_prompts=True))
+    apart = {"batch_invariant": True}
+    for index, (policy, more) in enumerate([*((policy, {}) for policy in policies), (policies[-1], apart)]):
+        trainer = make(tmp_path / str(index), model=small(family), policy=policy, **more)
         found = gradient_of(trainer)
         drawn = [ids.tolist() for ids in trainer.loop.state.rollout.trajectory.actions.rows()]
         assert drawn == tokens
         assert relative(found, wanted) < 1e-6
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_images_however_rows_are_cut(tmp_path: Path) -> None:
+    found = []
+    for coef, policy in ((0.0, cut()), (0.5, cut()), (0.5, cut(40)), (0.5, cut(1))):
+        made = {"model": small("qwen3_vl_moe"), "router_aux_loss_coef": coef}
+        found.append(gradient_of(make(tmp_path / str(len(found)), policy=policy, **made)))
+    assert relative(found[1], found[0]) > 1e-2
+    assert relative(found[2], found[1]) < 1e-6
+    assert relative(found[3], found[1]) < 1e-6
 
 
 def steps(output_dir: Path, **more: Any) -> Any:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.errors import ConfigError
+
 LEVELS = "image_levels"
-"""Argument that a trunk's forward hands on to its layers: what is added to the output of each of the first, (B, N, D)."""
+"""Argument that a forward hands on to its layers: what is added to the output of each of the first, (B, N, D)."""
 
 Images = Mapping[str, Tensor]
 """What an image processor gives of a prompt's images, by the arguments of the network's forward."""
@@ -40,6 +43,11 @@ class VisionFamily:
     marks: str | None = None  # argument of the forward that is 1 where a token is a placeholder
     deep: bool = False  # whether features enter the first language layers too, after each a level of them
     in_parts: bool = False  # whether chat templates read every content as parts, text alone as well
+    stands: str = "image_token_id"  # in the config, what stands for an image in a chat template's text
+    # tokenizer, config, a rendered prompt: the same with all that stands for an image and around it, whatever its size
+    spelled: Callable[[Any, Any, str], str] | None = None
+    each: Callable[[Any], int] | None = None  # config: features of every run; None where images differ
+    two_way: bool = False  # whether the tokens of a run see each other, those that come later too
 
     def modules_of(self, lm: Any) -> tuple[nn.Module, ...]:
         """Gives the modules of a network's tower."""
@@ -86,7 +94,8 @@ def _grid_features(trunk: Any, images: Images) -> Tensor:
 
 def _deep_features(trunk: Any, images: Images) -> Tensor:
     read = trunk.get_image_features(**images, return_dict=True)
-    return torch.cat([torch.cat(tuple(level)) for level in (read.pooler_output, *read.deepstack_features)], -1)
+    levels = (read.pooler_output, *read.deepstack_features)  # each by image, or in transformers 5.17 of all
+    return torch.cat([one if isinstance(one, Tensor) else torch.cat(tuple(one)) for one in levels], -1)
 
 
 def _grid_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
@@ -107,15 +116,19 @@ def _rope_positions(trunk: Any, ids_L: Tensor, shown_L: Tensor, images: Images) 
 
 
 def _squares_tokens(processor: Any, tokenizer: Any, config: Any, size: tuple[int, int]) -> list[int]:
-    placeholder, tower = int(config.image_token_id), config.vision_config
+    placeholder, run = int(config.image_token_id), _square_run(config)
     _, rows, columns = processor.get_number_of_image_patches(*size, {})
     around, image = "<fake_token_around_image>", tokenizer.convert_ids_to_tokens(placeholder)
     squares = [[f"{around}<row_{y + 1}_col_{x + 1}>{image}" for x in range(columns)] for y in range(rows)]
     text = "".join("".join(row) + "\n" for row in squares) + "\n" * bool(rows)
     text += f"{around}<global-img>{image}{around}"
-    run = (tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return [token for one in ids for token in [one] * (run if one == placeholder else 1)]
+
+
+def _square_run(config: Any) -> int:
+    tower = config.vision_config
+    return int((tower.image_size // tower.patch_size) ** 2 // config.scale_factor**2)
 
 
 def _squares_runs(config: Any, images: Images) -> list[int]:
@@ -140,6 +153,37 @@ def _squares_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
     return {"pixel_values": pixels, "pixel_attention_mask": like.new_ones(*shape, *side)}
 
 
+# ------------------------------------------------------------------ images whose tokens see each other: Gemma 3
+
+
+def _whole_tokens(processor: Any, _: Any, config: Any, __: tuple[int, int]) -> list[int]:
+    if processor.do_pan_and_scan:
+        raise ConfigError("do_pan_and_scan is set, which shows crops of an image. Set it to False on the processor.")
+    return [int(config.boi_token_id)]
+
+
+def _whole_text(tokenizer: Any, config: Any, text: str) -> str:
+    """Spells images out before tokens are made: their blank lines join those of the text around them."""
+    ids = config.boi_token_id, config.image_token_id, config.eoi_token_id
+    begin, image, end = tokenizer.convert_ids_to_tokens(list(ids))
+    return text.replace(begin, f"\n\n{begin}{image * config.mm_tokens_per_image}{end}\n\n")
+
+
+def _whole_runs(config: Any, images: Images) -> list[int]:
+    return [config.mm_tokens_per_image] * len(images["pixel_values"])
+
+
+def _whole_features(trunk: Any, images: Images) -> Tensor:
+    features: Tensor = trunk.get_image_features(**images, return_dict=True).pooler_output.flatten(0, 1)
+    return features
+
+
+def _whole_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
+    tower = config.vision_config
+    shape = len(runs), tower.num_channels, tower.image_size, tower.image_size
+    return {"pixel_values": like.new_zeros(*shape, dtype=torch.float32)}
+
+
 _GRIDS = partial(
     VisionFamily,
     tower=("visual",),
@@ -150,16 +194,18 @@ _GRIDS = partial(
     positions=_rope_positions,
     marks="mm_token_type_ids",
 )
+_SQUARES = _squares_tokens, _squares_runs, _squares_features, _squares_blank
 _IDEFICS3 = VisionFamily(
     "Idefics3",
-    tower=("vision_model", "connector"),
-    takes=("pixel_values", "pixel_attention_mask"),
-    tokens=_squares_tokens,
-    runs=_squares_runs,
-    features=_squares_features,
-    blank=_squares_blank,
+    ("vision_model", "connector"),
+    ("pixel_values", "pixel_attention_mask"),
+    *_SQUARES,
     in_parts=True,
+    each=_square_run,
 )
+_WHOLE = _whole_tokens, _whole_runs, _whole_features, _whole_blank
+_GEMMA3 = VisionFamily("Gemma 3", ("vision_tower", "multi_modal_projector"), ("pixel_values",), *_WHOLE, two_way=True)
+_ITS_TEXT: Any = {"in_parts": True, "marks": "token_type_ids", "stands": "boi_token_id", "spelled": _whole_text}
 
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _GRIDS("Qwen2-VL", features=_grid_features),
@@ -168,6 +214,7 @@ FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_vl_moe": _GRIDS("Qwen3-VL-MoE", features=_deep_features, deep=True),
     "smolvlm": replace(_IDEFICS3, name="SmolVLM"),
     "idefics3": _IDEFICS3,
+    "gemma3": replace(_GEMMA3, each=attrgetter("mm_tokens_per_image"), **_ITS_TEXT),
 }
 """Networks whose prompts may hold images, by the type that their config names."""
 

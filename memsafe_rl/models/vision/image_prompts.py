@@ -25,7 +25,9 @@ from torch.nn import functional
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.adapter import Context
-from memsafe_rl.models.module_state import peft_adapter_on
+from memsafe_rl.models.geometry import cache_windows
+from memsafe_rl.models.language.packing import attending, padded_layout
+from memsafe_rl.models.module_state import attention_configs, peft_adapter_on
 from memsafe_rl.models.vision.families import FAMILIES, LEVELS
 from memsafe_rl.models.vision.tower import Features, ImagePrompt, Reader, Shown, Tower
 from memsafe_rl.types import Component, Trajectory
@@ -42,6 +44,8 @@ class Table:
     known: Mapping[bytes, Tensor] = field(default_factory=dict)  # stored ids by what was read, on the host
     # by its first id, what was read, where a tower may have to read it again
     shown: Mapping[int, Shown] = field(default_factory=dict)
+    # where families' image tokens see each other: by a prompt's first id, or its length where it is made up
+    images: Mapping[int, tuple[slice, ...]] = field(default_factory=dict)
     around: Context | None = None  # of reading made-up prompts, which stand for those of any rows; None for real
 
     def tensors(self) -> list[Tensor]:
@@ -96,7 +100,7 @@ class ImagePrompts:
     @torch.no_grad()
     def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
         """Keeps as much of made-up images, read in a context, as prompts of so many placeholders would have it keep."""
-        shown = [ids for ids in prompts if self._placeholder in ids]
+        shown = [ids for ids in map(self._whole, prompts) if self._placeholder in ids]
         if shown:
             made = {str(place).encode(): self._made_up(ids) for place, ids in enumerate(shown)}
             self.table = self._grown(made, around)
@@ -113,9 +117,16 @@ class ImagePrompts:
         embedded_BND = lm.get_input_embeddings()(torch.where(named_BN, table.tokens[entries_BN], ids_BN))
         places_BN = table.places[entries_BN]
         features_BNW = functional.embedding(places_BN, self._features(lm).values, padding_idx=0)
-        features_BND, *levels = features_BNW.split(embedded_BND.shape[-1], -1)
+        features_BND, *levels = features_BNW.chunk(self._family.levels(lm.config), -1)
         embeds_BND = torch.where((places_BN > 0)[..., None], features_BND.to(embedded_BND.dtype), embedded_BND)
         return {"inputs_embeds": embeds_BND, **given, **({LEVELS: levels} if levels else {})}
+
+    def images(self, prompts: Sequence[Tensor]) -> list[Sequence[slice]]:
+        """Gives the stretches of each prompt whose tokens see each other, those that come later too."""
+        table, known = self.table, self.table.images
+        if not known:
+            return [()] * len(prompts)
+        return [known.get(len(ids) if table.around else int(ids[0]), ()) if len(ids) else () for ids in prompts]
 
     def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:
         """Has a tower read the images of rows again, where its weights have moved since, or none has read them."""
@@ -180,6 +191,7 @@ class ImagePrompts:
             self._check_placeholders(tokens_of[key], prompt)
         own, device = old.features[self._tower.own], old.tokens.device
         first, end, known, added = len(own.values), len(old.tokens), dict(old.known), dict[int, Shown]()
+        images = dict(old.images)
         tokens, positions, places = [old.tokens], [old.positions], [old.places]
         for key, prompt in fresh.items():
             shown_L, length = tokens_of[key], len(prompt.ids)
@@ -189,6 +201,8 @@ class ImagePrompts:
             known[key] = torch.arange(length) + self.first_id + end - 1
             count = int(shown_L.sum())
             added[self.first_id + end - 1] = Shown(prompt, slice(first, first + count))
+            if self._family.two_way:
+                images[length if around else self.first_id + end - 1] = tuple(_stretches(shown_L))
             first, end = first + count, end + length
         with charge(Component.TRAJECTORY):
             values = own.values.new_empty(first, own.values.shape[1])
@@ -198,11 +212,21 @@ class ImagePrompts:
         kept = {**old.shown, **added} if self._tower.reads_again else {}
         with charge(Component.TRAJECTORY):
             laid = torch.cat(tokens), torch.cat(positions, 1), torch.cat(places)
-        return Table(*laid, {self._tower.own: features}, known, kept, around)
+        return Table(*laid, {self._tower.own: features}, known, kept, images, around)
+
+    def _whole(self, ids: Tensor) -> Tensor:
+        """Leaves out what a made-up prompt, which may end anywhere, has of an image that all have whole."""
+        if self._family.each is None:
+            return ids
+        each, whole = self._family.each(self._lm.config), ids.clone()
+        for span in _stretches(ids == self._placeholder):
+            if span.stop - span.start != each:
+                whole[span] = 0
+        return whole
 
     def _made_up(self, ids: Tensor) -> ImagePrompt:
         """Gives a prompt of blank images, as many as its placeholders stand for."""
-        runs = _runs(ids == self._placeholder)
+        runs = [span.stop - span.start for span in _stretches(ids == self._placeholder)]
         with host_memory():
             return ImagePrompt(ids, self._family.blank(self._lm.config, runs, self.table.tokens))
 
@@ -218,7 +242,8 @@ class ImagePrompts:
         return int(lm.get_input_embeddings().weight.shape[1]) * self._family.levels(lm.config)
 
     def _check_placeholders(self, shown_L: Tensor, prompt: ImagePrompt) -> None:
-        wanted, found = self._family.runs(self._lm.config, prompt.images), _runs(shown_L)
+        wanted = self._family.runs(self._lm.config, prompt.images)
+        found = [span.stop - span.start for span in _stretches(shown_L)]
         if found != wanted:
             raise DataError(
                 f"a prompt of {len(shown_L)} tokens has runs of {found} image placeholders, but its {len(wanted)} "
@@ -234,7 +259,10 @@ class ImagePrompts:
             own = trunk(**{name: value.to(device) for name, value in given.items()}, use_cache=False)[0]
             if self._family.positions is not None:
                 trunk.rope_deltas = None  # which it keeps of its last prompt
-            found = trunk(**self.of(self._lm, entered_L[None].to(device)), use_cache=False)[0]
+            spans = self.images([entered_L])
+            layout = padded_layout(1, len(entered_L), cache_windows(self._lm.config), device, spans)
+            with attending(attention_configs(self._lm), layout) if any(spans) else nullcontext():
+                found = trunk(**self.of(self._lm, entered_L[None].to(device)), use_cache=False)[0]
         relative = float((found - own).abs().max() / own.abs().max())
         exact = own.dtype in (torch.float32, torch.float64) and not self._rounds
         allowed = 1e-4 if exact else 5e-2
@@ -250,6 +278,11 @@ def _bytes(tensor: Tensor) -> bytes:
     return str(tuple(tensor.shape)).encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def _runs(shown_L: Tensor) -> list[int]:
-    """Counts the placeholders that stand side by side."""
-    return [len(list(run)) for shown, run in groupby(shown_L.tolist()) if shown]
+def _stretches(shown_L: Tensor) -> Iterator[slice]:
+    """Gives the placeholders that stand side by side."""
+    start = 0
+    for shown, run in groupby(shown_L.tolist()):
+        stop = start + len(list(run))
+        if shown:
+            yield slice(start, stop)
+        start = stop

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, _chunk_ends, check_head
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.tower import ImagePrompt
 from memsafe_rl.types import Ragged, Trajectory
-from tests.images import END, FAMILIES, IMAGE, SQUARES, START, own_arguments, small
+from tests.images import END, FAMILIES, IMAGE, SQUARES, START, TWO_WAY, own_arguments, small
 from tests.models.language.test_packing import InDouble
 
 
@@ -28,7 +28,7 @@ def prompt(
     source = torch.Generator().manual_seed(seed)
     ids, images = [5, 6], {}
     for height, width in sides:
-        run = 4 if family in SQUARES else height * width // 4
+        run = 4 if family in (*SQUARES, TWO_WAY) else height * width // 4
         for _ in range(height * width // 4 // run):
             ids += [START, *[IMAGE] * run, END]
         ids.append(7)
@@ -38,6 +38,8 @@ def prompt(
         mask = torch.ones(1, patches // 16, 16, 16, dtype=torch.int64)
         mask[:, -1, 8:] = 0
         images = {"pixel_values": pixels, "pixel_attention_mask": mask}
+    elif family == TWO_WAY:
+        images = {"pixel_values": torch.randn(patches // 16, 3, 16, 16, generator=source, dtype=dtype)}
     else:
         pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=source, dtype=dtype)
         images = {"pixel_values": pixels, "image_grid_thw": torch.tensor([(1, *side) for side in sides])}
@@ -87,7 +89,7 @@ def logprobs(adapter: CausalLMAdapter, trajectory: Trajectory, rows: Sequence[in
 def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
     """Gives the same by the model's own forward."""
     ids, family = [*given.ids.tolist(), *action.tolist()], model.config.model_type
-    if family not in SQUARES:
+    if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
     logits = model(**own_arguments(family, ids, given.images)).logits[0, len(given.ids) - 1 : -1]
     return torch.log_softmax(logits, -1).gather(1, action[:, None])[:, 0]
@@ -132,11 +134,13 @@ def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allo
                 assert difference < allowed, (cuts, packed, float(difference))
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize(("chunk", "alone"), [(None, False), (3, False), (6, False), (6, True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> None:
+def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None, alone: bool) -> None:
+    """However a prompt is read; ``alone`` as where every row has the bits that it would have alone."""
     model = small(family)
     adapter, images = adapter_of(model)
+    adapter.batch_invariant = alone
     for given in several(family):
         own = model.generate(
             **own_arguments(family, given.ids.tolist(), given.images),
@@ -153,6 +157,13 @@ def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> 
             tokens.append(logits_BV.argmax(-1))
             logits_BV = adapter.decode_step(state, tokens[-1])
         assert torch.equal(torch.stack(tokens, 1), own.expand(2, -1))
+
+
+def test_a_chunk_cuts_no_image() -> None:
+    spans = [slice(3, 7), slice(9, 19)]
+    assert _chunk_ends(20, 100, spans) == [20]
+    assert _chunk_ends(20, 5, spans) == [3, 8, 9, 19, 20]
+    assert _chunk_ends(8, 3, ()) == [3, 6, 8]
 
 
 def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> None:
@@ -185,7 +196,7 @@ def test_a_moved_placeholder_is_refused(family: str) -> None:
     last = int((moved == IMAGE).nonzero()[-1])
     first = int((moved == END).nonzero()[0])
     moved[last], moved[first] = END, IMAGE
-    runs = "5, 4, 4, 3" if family in SQUARES else "9, 7"
+    runs = "5, 4, 4, 3" if family in (*SQUARES, TWO_WAY) else "9, 7"
     with pytest.raises(DataError, match=rf"runs of \[{runs}\] image placeholders.*have \[[48, ]*\] features"):
         images.read([given._replace(ids=moved)])
     with pytest.raises(DataError, match=r"image placeholders, but its 1 image"):
