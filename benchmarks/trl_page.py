@@ -55,7 +55,7 @@ NOTES = {
 ARGUMENTS = {
     "model": "same; encoder-decoders and `DiffusionPolicy` too",
     "reward_funcs": "same; also names of ready-made rewards and of reward models, and None where environments reward",
-    "train_dataset": "same, a list of dicts too; images with Qwen2-VL and Qwen2.5-VL",
+    "train_dataset": "same, a list of dicts too; images with [some families](images.md#families)",
     "eval_dataset": "same, as loss, rewards, lengths and pass@k; images as in training",
     "processing_class": "same; tokenizers",
     "rollout_func": "same; its `logprobs` serve importance correction alone",

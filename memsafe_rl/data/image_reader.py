@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -24,6 +25,7 @@ from memsafe_rl.data.prompts import (
     within_limit,
 )
 from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.vision.families import FAMILIES, Images
 from memsafe_rl.models.vision.image_prompts import ImagePrompts, Table
 from memsafe_rl.models.vision.tower import ImagePrompt
 
@@ -36,11 +38,15 @@ class ImagePromptReader(PromptReader):
 
     columns = ("prompt", *COLUMNS)
 
-    def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int) -> None:
-        """Reads by a tokenizer and an image processor."""
+    def __init__(self, text: PromptTokenizer, image_processor: Any, config: Any) -> None:
+        """Reads by a tokenizer and an image processor, as the network of a config does."""
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
-        self._text, self._image_processor, self._placeholder = text, image_processor, placeholder
+        self._text, self._image_processor, self._config = text, image_processor, config
+        self._family = FAMILIES[config.model_type]
+        self._placeholder = int(getattr(config, self._family.stands))
+        if self._family.spelled is not None:
+            text.spelled = partial(self._family.spelled, text.tokenizer, config)
         self._images: ImagePrompts | None = None
 
     def attach(self, images: ImagePrompts) -> None:
@@ -66,7 +72,7 @@ class ImagePromptReader(PromptReader):
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Tokenizes prompts without a limit; of each image only the size is read."""
         shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
-        rows = self._text.ids([hollow(prompt) for prompt in prompts])
+        rows = self._text.ids([hollow(prompt, in_parts=self._family.in_parts) for prompt in prompts])
         return [self._expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
@@ -76,7 +82,7 @@ class ImagePromptReader(PromptReader):
             rows = within_limit(self.ids(prompts), self, truncates=self._text.truncate)  # `ids` refuses to cut images
             ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
             read = {
-                place: ImagePrompt(ids[place], *self._pixels(prompt))
+                place: ImagePrompt(ids[place], self._pixels(prompt))
                 for place, prompt in enumerate(prompts)
                 if next(images_in(prompt), None) is not None
             }
@@ -96,24 +102,24 @@ class ImagePromptReader(PromptReader):
             raise unusable("images/template", found=row.count(self._placeholder), count=len(sizes))
         if not sizes:
             return row
-        merged = self._image_processor.merge_size**2
+        tokenizer = self._text.tokenizer
         try:
-            patches = [self._image_processor.get_number_of_image_patches(*size, {}) for size in sizes]
+            spans = [self._family.tokens(self._image_processor, tokenizer, self._config, size) for size in sizes]
         except ValueError as error:  # such as a strip two hundred times as long as wide
             raise unusable("images/sizes", sizes=list(sizes), error=error) from error
-        counts = iter([count // merged for count in patches])
-        tokens = [token for one in row for token in [one] * (next(counts) if one == self._placeholder else 1)]
+        queue = iter(spans)
+        tokens = [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
         if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
             raise unusable("images/truncate", count=len(tokens), limit=self.limit, why=self.why_limited)
         return tokens
 
-    def _pixels(self, prompt: Any) -> tuple[Tensor, Tensor]:
-        """Gives the pixels of a prompt's images and their grids."""
+    def _pixels(self, prompt: Any) -> Images:
+        """Gives the pixels of a prompt's images, and what tells how they lie."""
         try:
             read = self._image_processor(images=list(images_in(prompt)), return_tensors="pt")
-        except UNREADABLE as error:
+            return {name: read[name] for name in self._family.takes}
+        except (*UNREADABLE, LookupError) as error:
             raise unusable("images/pixels", prompt=hollow(prompt), error=error) from error
-        return read["pixel_values"], read["image_grid_thw"]
 
 
 def filled(prompt: Any) -> Any:

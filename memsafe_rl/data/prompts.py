@@ -19,6 +19,7 @@ from torch import Tensor
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
 from memsafe_rl.models.adapter import Context
+from memsafe_rl.models.vision.families import KNOWN
 from memsafe_rl.rollout.multi_turn.chat import check_template
 from memsafe_rl.slices import prompt_order
 
@@ -193,6 +194,7 @@ class PromptTokenizer(PromptReader):
     vocab_size: int | None = None  # of the model
     why_limited: str = "the limit"
     shows_images: bool = False  # whether messages may hold placeholders of images
+    spelled: Callable[[str], str] | None = None  # what a template's text is changed to before it becomes tokens
 
     def bound(self, limit: int | None, why: str) -> None:
         """Lowers the limit."""
@@ -236,6 +238,10 @@ class PromptTokenizer(PromptReader):
         check_template(self.tokenizer)
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
         try:
+            if self.spelled is not None:
+                how |= {"tokenize": False, "return_dict": False}
+                texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **how))
+                return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
             return list(self.tokenizer.apply_chat_template(list(prompts), **how)["input_ids"])
         except (TemplateError, TypeError, ValueError, LookupError) as error:
             if len(prompts) == 1:
@@ -272,7 +278,7 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
         kind = getattr(feature, "feature", feature)
         if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
-            raise unusable("dataset/images", name=name, column=column)
+            raise unusable("dataset/images", name=name, column=column, known=KNOWN)
     return dataset
 
 
@@ -386,7 +392,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
     unusable.when(not prompt, "prompt/chat")
     for place, turn in enumerate(prompt):
         _check_message(place, turn)
-    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt)
+    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt, known=KNOWN)
 
 
 def _check_alike(prompt: Any, first: Any) -> None:
@@ -438,8 +444,10 @@ def images_in(prompt: Any) -> Iterator[Any]:
                 yield part["image"]
 
 
-def hollow(prompt: Any) -> Any:
-    """Gives a prompt whose images are placeholders, as chat templates and tables show it."""
+def hollow(prompt: Any, *, in_parts: bool = False) -> Any:
+    """Gives a prompt whose images are placeholders, as chat templates and tables show it; text as parts, too."""
+    if in_parts and is_chat(prompt):
+        prompt = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
     return with_image_parts(prompt, lambda _: {"type": "image"})
 
 

@@ -38,8 +38,8 @@ class Routers:
         }
         refusal.when(not self._places, "router_aux_loss_coef/routers", kind=type(lm).__name__)
         self.coef = coef
-        self.experts = int(lm.num_experts)
-        self._chosen = int(lm.num_experts_per_tok)
+        counts = lm if hasattr(lm, "num_experts") else lm.config.get_text_config(decoder=True)
+        self.experts, self._chosen = int(counts.num_experts), int(counts.num_experts_per_tok)
         self.row_lengths: Sequence[int] = ()  # of the rows that the network reads next, padded on the right
 
     @contextmanager

@@ -12,10 +12,10 @@ from peft import LoraConfig
 from torch import Tensor
 
 from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
-from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
+from tests.images import FAMILIES, SQUARES, TWO_WAY, blocks_of, in_tower, never_drawn, processor, rows, small, tower_of
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
-from tests.trainers.test_images import GROUP, make, own_logits, pay
+from tests.trainers.test_images import GROUP, family_of, make, own_logits, pay
 
 CUTS = {
     "row by row": {"micro_batch_tokens": 1, "pack_prompts": False},
@@ -24,6 +24,9 @@ CUTS = {
     "packed": {"micro_batch_tokens": 8192, "pack_prompts": True},
     "packed, behind trunks": {"micro_batch_tokens": 30, "pack_prompts": True},
 }
+
+UNLIKE = ("qwen2_vl", "qwen3_vl", "smolvlm", TWO_WAY)
+"""Families each of which reads features in a way of its own."""
 
 
 def learner(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32) -> Any:
@@ -80,7 +83,7 @@ def test_a_step_has_the_gradient_of_forwards_on_pixels(
         )
         found = gradient_of(trainer, steps)
         wanted = naive_gradient(copy.deepcopy(trainer.model), shown(), trainer, start, beta)
-    towers = torch.cat([torch.full((weight.numel(),), "visual" in name) for name, weight in start.named_parameters()])
+    towers = torch.cat([torch.full((weight.numel(),), in_tower(name)) for name, weight in start.named_parameters()])
     assert wanted[towers].norm() > wanted.norm() / 100
     assert relative(found[towers], wanted[towers]) < 1e-12
     assert relative(found, wanted) < 1e-12
@@ -101,7 +104,7 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
     trajectory = trainer.loop.collect().trajectory
     for place, ids in enumerate(trajectory.actions.rows()):
         logits_TV = own_logits(moved, shown()[place // GROUP], ids.tolist())[:-1]
-        logits_TV[:, [IMAGE, VIDEO]] = -torch.inf
+        logits_TV[:, never_drawn(family_of(moved))] = -torch.inf
         own = logits_TV.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
 
@@ -109,7 +112,7 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
 def passes_of(trainer: Any) -> list[bool]:
     """Notes each forward of a trainer's tower, and whether it keeps a graph."""
     found: list[bool] = []
-    trainer.model.model.visual.register_forward_pre_hook(lambda *_: found.append(torch.is_grad_enabled()))
+    tower_of(trainer.model)[0].register_forward_pre_hook(lambda *_: found.append(torch.is_grad_enabled()))
     return found
 
 
@@ -144,16 +147,17 @@ STEPS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
 
 
 @pytest.mark.slow
-def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path, family: str) -> None:
     places: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def ended(fail_at: int | None) -> tuple[Any, SimulatedMemory]:
         with SimulatedMemory(fail_at=fail_at) as memory:
-            trainer = made(tmp_path / str(fail_at), learner(), **STEPS, policy=cut(40, pack_prompts=True))
-            tower = trainer.model.model.visual
-            for network in (tower, trainer.ref_model.model.visual):
-                network.blocks[1].register_forward_pre_hook(lambda *_: places["forward"].append(memory.allocations))
-            tower.merger.mlp.register_full_backward_hook(lambda *_: places["backward"].append(memory.allocations))
+            trainer = made(tmp_path / str(fail_at), learner(family), **STEPS, policy=cut(40, pack_prompts=True))
+            for network in (trainer.model, trainer.ref_model):
+                blocks_of(network)[1].register_forward_pre_hook(lambda *_: places["forward"].append(memory.allocations))
+            blocks = blocks_of(trainer.model)
+            blocks[1].mlp.register_full_backward_hook(lambda *_: places["backward"].append(memory.allocations))
             trainer.train()
         return trainer, memory
 
@@ -171,21 +175,24 @@ def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
-    whole = made(tmp_path / "whole", learner(), **STEPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, family: str) -> None:
+    whole = made(tmp_path / "whole", learner(family), **STEPS)
     whole.train()
     for stop in (1, 2):
         kept = {"save_strategy": "steps", "save_steps": 1}
-        made(tmp_path / str(stop), learner(), **{**STEPS, **kept, "max_steps": stop}).train()
-        second = made(tmp_path / str(stop), learner(), **STEPS, **kept)
+        made(tmp_path / str(stop), learner(family), **{**STEPS, **kept, "max_steps": stop}).train()
+        second = made(tmp_path / str(stop), learner(family), **STEPS, **kept)
         second.train(resume_from_checkpoint=True)
         assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
-def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, kind: Any) -> None:
-    learner().save_pretrained(tmp_path / "model")
-    processor().save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, family: str, kind: Any) -> None:
+    learner(family).save_pretrained(tmp_path / "model")
+    processor(family).save_pretrained(tmp_path / "model")
     settings = {"per_device_train_batch_size": 16, "num_generations": GROUP, "max_completion_length": 6, "max_steps": 1}
     settings |= {"learning_rate": 0.1, "beta": 0.1, "report_to": "none", "save_strategy": "no", "use_cpu": True}
     trainer = kind(
@@ -196,7 +203,7 @@ def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, kind: Any) ->
     )
     before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
     trainer.train()
-    assert any("visual" in name for name in before)
+    assert any(in_tower(name) for name in before)
     for name, weight in trainer.model.named_parameters():
         assert not torch.equal(before[name], weight), name
 
@@ -209,12 +216,14 @@ def lora(**more: Any) -> LoraConfig:
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
 @pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
-    tmp_path: Path, where: str, cut_as: str, steps: int
+    tmp_path: Path, family: str, where: str, cut_as: str, steps: int
 ) -> None:
-    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"])
+    saved = "connector" if family in SQUARES else "multi_modal_projector" if family == TWO_WAY else "merger"
+    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved])
     with InDouble():
-        start = learner(dtype=torch.float64)
+        start = learner(family, torch.float64)
         trainer = made(
             tmp_path,
             start,
@@ -229,12 +238,13 @@ def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
         found = gradient_of(trainer, steps)
         adapted = copy.deepcopy(trainer.model).get_base_model()
         wanted = naive_gradient(adapted, shown(), trainer, start, 0.5)
-    assert any("visual" in name for name in names)
+    assert any(in_tower(name) for name in names)
     assert relative(found, wanted) < 1e-12
 
 
 @pytest.mark.slow
-def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", UNLIKE)
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, family: str) -> None:
     found = []
     config = PPOConfig(
         str(tmp_path),
@@ -249,16 +259,17 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> N
         shuffle_dataset=False,
     )
     for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
-        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy, "processing_class": processor()}
+        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy}
+        more["processing_class"] = processor(family)
         with InDouble():
             torch.manual_seed(0)
-            trainer = PPOTrainer(learner(dtype=torch.float64), pay, copy.deepcopy(config), shown(), **more)
+            trainer = PPOTrainer(learner(family, torch.float64), pay, copy.deepcopy(config), shown(), **more)
             trainer.setup.trained.double()
             for weight in trainer.setup.advantages.critics[0].head.parameters():
                 weight.data.fill_(0.1)
             found.append(gradient_of(trainer))
         gradients = {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
-        critic = [grad for name, grad in gradients.items() if ".critic." in name and "visual" in name]
+        critic = [grad for name, grad in gradients.items() if ".critic." in name and in_tower(name)]
         assert critic
         assert all(grad.norm() > 0 for grad in critic)
     assert relative(found[1], found[0]) < 1e-12
@@ -286,11 +297,12 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_cuts_agree_beside_other_settings(tmp_path: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", UNLIKE)
+def test_cuts_agree_beside_other_settings(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
     found = []
     for place, told in enumerate(({}, {"offload_activations": True}, {"micro_batch_tokens": 30, "pack_prompts": True})):
         settings = {"num_iterations": 2, "max_steps": 3, "learning_rate": 1e-4, **more}
-        trainer = made(tmp_path / str(place), learner(), policy=cut(**told), **settings)
+        trainer = made(tmp_path / str(place), learner(family), policy=cut(**told), **settings)
         found.append(gradient_of(trainer, 2))
     assert relative(found[1], found[0]) < 1e-6
     assert relative(found[2], found[0]) < (2e-2 if "bf16" in more else 1e-5)
@@ -315,15 +327,17 @@ def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("learns", [False, True])
-def test_a_teacher_reads_images_with_its_own_tower(tmp_path: Path, learns: bool) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_teacher_reads_images_with_its_own_tower(tmp_path: Path, family: str, learns: bool) -> None:
     torch.manual_seed(1)
-    teacher = learner()
+    teacher = learner(family)
     with torch.no_grad():
         for weight in teacher.parameters():
             weight.add_(torch.randn_like(weight) * 0.05)
     teacher.save_pretrained(tmp_path / "teacher")
-    model = learner() if learns else small()
+    model = learner(family) if learns else small(family)
     trainer = made(tmp_path / "run", model, teacher_model_name_or_path=str(tmp_path / "teacher"))
     gradient_of(trainer)
     trajectory = trainer.loop.state.rollout.trajectory

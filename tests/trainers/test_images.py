@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from datasets import Dataset, Image
 from peft import LoraConfig
 from torch import Tensor
-from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from trl.data_utils import prepare_multimodal_messages
 
 from examples import count_squares
@@ -19,12 +19,26 @@ from memsafe_rl.data.prompts import with_images
 from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey
-from tests.images import IDS, IMAGE, ROPE, TEXT, TOWER, VIDEO, picture, processor, rows, small
+from tests.images import (
+    FAMILIES,
+    TOWERS,
+    blocks_of,
+    in_tower,
+    larger,
+    never_drawn,
+    own_inputs,
+    picture,
+    processor,
+    rows,
+    small,
+    tower_of,
+)
 from tests.preflight.beside import alternating
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, make_trainer, relative, weights
 
 GROUP, LENGTH = 4, 6
+NO_TOWER = rf".*({'|'.join(TOWERS)})\..*"
 
 
 def pay(completions: list[Any], goal: list[int], images: list[Any], **_: Any) -> list[float]:
@@ -37,6 +51,8 @@ def pay(completions: list[Any], goal: list[int], images: list[Any], **_: Any) ->
 
 
 def make(output_dir: Path, *, model: Any = None, **more: Any) -> Any:
+    """Makes a trainer of a network that reads images, with its own processor."""
+    model = small() if model is None else model
     given: dict[str, Any] = {
         "per_device_train_batch_size": 16,
         "num_generations": GROUP,
@@ -44,25 +60,25 @@ def make(output_dir: Path, *, model: Any = None, **more: Any) -> Any:
         "shuffle_dataset": False,
         "reward_funcs": pay,
         "train_dataset": rows(),
-        "processing_class": processor(),
+        "processing_class": processor(family_of(model)),
         "bf16": False,
+        "router_aux_loss_coef": 0.0,
     }
-    return make_trainer(output_dir, model=small() if model is None else model, **{**given, **more})
+    return make_trainer(output_dir, model=model, **{**given, **more})
+
+
+def family_of(model: Any) -> str:
+    """Names a network's family; that of any other object is Qwen2-VL."""
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    return kind if kind in FAMILIES else "qwen2_vl"
 
 
 def own_logits(model: Any, row: dict[str, Any], completion: list[int]) -> Tensor:
     """Gives logits at and after the prompt's end by the model's own forward, one row alone; images as pixels."""
-    known = processor()
-    shown = known.image_processor(images=row["images"], return_tensors="pt") if row["images"] else None
-    counts = [] if shown is None else [int(grid.prod()) // 4 for grid in shown["image_grid_thw"]]
-    parts = [f"<|vision_start|> {'<|image_pad|> ' * count} <|vision_end|>" for count in counts]
-    text = " ".join(["user", *parts, row["prompt"][0]["content"], "assistant"])
-    ids = [*known.tokenizer(text)["input_ids"], *completion]
-    ids_1L = torch.tensor(ids)[None]
-    model.model.rope_deltas = None
-    pixels = {} if shown is None else {"pixel_values": shown["pixel_values"], "image_grid_thw": shown["image_grid_thw"]}
-    output = model(input_ids=ids_1L, mm_token_type_ids=(ids_1L == IMAGE).int(), **pixels)
-    return output.logits[0, len(ids) - len(completion) - 1 :]
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    output = model(**own_inputs(family_of(model), row, completion))
+    return output.logits[0, -len(completion) - 1 :]
 
 
 def naive_tokens(model: Any, row: dict[str, Any], prompt: int, sample: int) -> list[int]:
@@ -71,7 +87,7 @@ def naive_tokens(model: Any, row: dict[str, Any], prompt: int, sample: int) -> l
     while len(drawn) < LENGTH and 2 not in drawn:
         with torch.no_grad():
             logits_1V = own_logits(model, row, drawn)[-1:].clone()
-        logits_1V[:, [IMAGE, VIDEO]] = -torch.inf
+        logits_1V[:, never_drawn(family_of(model))] = -torch.inf
         keys_14 = key_tensor([SequenceKey(42, 0, prompt, sample)])
         drawn.append(int(sample_tokens(logits_1V, keys_14, torch.tensor([len(drawn)])).tokens_B))
     return drawn
@@ -79,7 +95,7 @@ def naive_tokens(model: Any, row: dict[str, Any], prompt: int, sample: int) -> l
 
 def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
     """Gives the tokens of a whole batch and the gradient of their first step."""
-    tokenizer = processor().tokenizer
+    tokenizer = processor(family_of(model)).tokenizer
     drawn = [naive_tokens(model, row, place, one) for place, row in enumerate(rows()) for one in range(GROUP)]
     owners = [row for row in rows() for _ in range(GROUP)]
     texts = [[{"content": tokenizer.decode(ids, skip_special_tokens=True)}] for ids in drawn]
@@ -94,15 +110,28 @@ def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_first_step_is_the_naive_one_however_it_is_cut(tmp_path: Path, family: str) -> None:
     tokens, wanted = naive_run(small(family))
-    for index, policy in enumerate((None, cut(40, 3), cut(8192, 64, checkpointing=True), cut(100, pack_prompts=True))):
-        trainer = make(tmp_path / str(index), model=small(family), policy=policy)
+    policies = (None, cut(40, 3), cut(8192, 64, checkpointing=True), cut(100, pack_prompts=True))
+    apart = {"batch_invariant": True}
+    for index, (policy, more) in enumerate([*((policy, {}) for policy in policies), (policies[-1], apart)]):
+        trainer = make(tmp_path / str(index), model=small(family), policy=policy, **more)
         found = gradient_of(trainer)
         drawn = [ids.tolist() for ids in trainer.loop.state.rollout.trajectory.actions.rows()]
         assert drawn == tokens
         assert relative(found, wanted) < 1e-6
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_over_images_however_rows_are_cut(tmp_path: Path) -> None:
+    found = []
+    for coef, policy in ((0.0, cut()), (0.5, cut()), (0.5, cut(40)), (0.5, cut(1))):
+        made = {"model": small("qwen3_vl_moe"), "router_aux_loss_coef": coef}
+        found.append(gradient_of(make(tmp_path / str(len(found)), policy=policy, **made)))
+    assert relative(found[1], found[0]) > 1e-2
+    assert relative(found[2], found[1]) < 1e-6
+    assert relative(found[3], found[1]) < 1e-6
 
 
 def steps(output_dir: Path, **more: Any) -> Any:
@@ -110,17 +139,20 @@ def steps(output_dir: Path, **more: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path) -> None:
-    whole = steps(tmp_path / "whole", beta=0.05)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path, family: str) -> None:
+    whole = steps(tmp_path / "whole", model=small(family), beta=0.05)
     towers: list[int] = []
-    whole.model.model.visual.register_forward_pre_hook(lambda *_: towers.append(1))
+    tower_of(whole.model)[0].register_forward_pre_hook(lambda *_: towers.append(1))
     whole.train()
     assert len(towers) == 1 + 2 * 3  # the check at start; then each prompt once a rollout, not once a completion
-    assert whole.ref_model.model.visual is whole.model.model.visual
-    steps(tmp_path / "parts", beta=0.05, max_steps=3).train()
-    second = steps(tmp_path / "parts", beta=0.05)
+    assert tower_of(whole.ref_model) == tower_of(whole.model)
+    steps(tmp_path / "parts", model=small(family), beta=0.05, max_steps=3).train()
+    second = steps(tmp_path / "parts", model=small(family), beta=0.05)
     second.train(resume_from_checkpoint=True)
     assert torch.equal(weights(second), weights(whole))
+    if family != "qwen2_vl":  # of others, no more than the sizes of the images differs
+        return
     swapped = [{**row, "images": row["images"] and [picture(16, 16, 9), *row["images"][1:]]} for row in rows()]
     third = steps(tmp_path / "parts", beta=0.05, max_steps=6, train_dataset=swapped)
     with pytest.raises(ConfigError, match="first prompts of train_dataset was"):
@@ -132,20 +164,20 @@ def test_a_resumed_run_reads_its_images_again_and_goes_on_bitwise(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_tower_that_runs_out_of_memory_is_run_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_that_runs_out_of_memory_is_run_again(tmp_path: Path, family: str) -> None:
     seen: list[int] = []
 
     def ended(fail_at: int | None) -> tuple[Any, SimulatedMemory]:
         with SimulatedMemory(fail_at=fail_at) as memory:
-            trainer = make(tmp_path / str(fail_at), max_steps=2)
-            blocks = trainer.model.model.visual.blocks
-            blocks[1].register_forward_pre_hook(lambda *_: seen.append(memory.allocations))
+            trainer = make(tmp_path / str(fail_at), model=small(family), max_steps=2)
+            blocks_of(trainer.model)[1].register_forward_pre_hook(lambda *_: seen.append(memory.allocations))
             trainer.train()
         return trainer, memory
 
     plain, _ = ended(None)
     for entered in (seen[0], seen[2], seen[-1]):  # the first prompt, the last of its rollout, and of the next one
-        for later in (1, 30):
+        for later in (1, 20):
             found, memory = ended(entered + later)
             assert memory.refusals == 1
             retries = [str(event["phase"]) for event in found.memory_events if event["event"] == "retry"]
@@ -198,18 +230,19 @@ def pay_text(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
-def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path) -> None:
-    small().save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path, family: str) -> None:
+    small(family).save_pretrained(tmp_path / "model")
     data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "goal": one} for one in range(4)]
-    read = {"processing_class": processor().tokenizer, "train_dataset": data, "reward_funcs": pay_text}
+    read = {"processing_class": processor(family).tokenizer, "train_dataset": data, "reward_funcs": pay_text}
     made = make(tmp_path / "run", model=str(tmp_path / "model"), beta=0.1, **read)
     frozen = {name for name, weight in made.model.named_parameters() if not weight.requires_grad}
-    assert frozen == {name for name, _ in made.model.named_parameters() if name.startswith("model.visual.")}
-    assert made.ref_model.model.visual is made.model.model.visual
+    assert frozen == {name for name, _ in made.model.named_parameters() if in_tower(name)}
+    assert tower_of(made.ref_model) == tower_of(made.model)
 
 
 def test_an_adapter_learns_on_the_language_alone(tmp_path: Path) -> None:
-    language = LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")
+    language = LoraConfig(r=2, target_modules="all-linear", exclude_modules=NO_TOWER)
     trainer = make(tmp_path / "b", peft_config=language, beta=0.1)
     before = weights(trainer)
     trainer.train()
@@ -250,6 +283,7 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("more", "told"),
     [
@@ -258,20 +292,22 @@ def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
         ({"beta": 0.1, "bf16": True}, {"checkpointing": True}),
         ({"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules="all-linear")}, {}),
         (
-            {"peft_config": LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*visual\..*")},
+            {"peft_config": LoraConfig(r=2, target_modules="all-linear", exclude_modules=NO_TOWER)},
             {"micro_batch_tokens": 40},
         ),
     ],
 )
-def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, more: Any, told: Any) -> None:
-    tower = {**TOWER, "embed_dim": 256, "hidden_size": 128, "mlp_ratio": 4}
-    text = {**TEXT, "vocab_size": 300, "hidden_size": 128, "rope_parameters": {**ROPE, "mrope_section": [4, 6, 6]}}
-    config = Qwen2VLConfig(text_config=text, vision_config=tower, **IDS)
-    Qwen2VLForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    processor().save_pretrained(tmp_path / "model")
+def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, family: str, more: Any, told: Any) -> None:
+    larger(family).save_pretrained(tmp_path / "model")
+    processor(family).save_pretrained(tmp_path / "model")
     data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "image": picture(64, 64, one)} for one in range(4)]
     settings: dict[str, Any] = {"per_device_train_batch_size": 8, "max_completion_length": 3, "max_steps": 2}
-    settings |= {"memory_forecast": True, "generation_kwargs": {"min_new_tokens": 3}, "policy": cut(**told), **more}
+    settings |= {
+        "memory_forecast": True,
+        "generation_kwargs": {"min_new_tokens": 3},
+        "policy": cut(**told),
+        **copy.deepcopy(more),
+    }
     with SimulatedMemory(2**30, exact=True) as memory:
         given = {"train_dataset": data, "processing_class": None, "reward_funcs": alternating}
         trainer = make(tmp_path / "run", model=str(tmp_path / "model"), **settings, **given)
@@ -282,7 +318,7 @@ def test_a_forecast_counts_the_tower_and_what_it_leaves(tmp_path: Path, more: An
     assert {Phase.LOAD, Phase.ROLLOUT, Phase.UPDATE, Phase.OPTIMIZER} <= foreseen.keys()
     assert all(abs(foreseen[phase] / held[phase] - 1) < 0.01 for phase in foreseen), (foreseen, held)
     assert activations[Phase.ROLLOUT] > 2 * 2**20  # the tower's, which decoding has not
-    learns = any(weight.requires_grad for name, weight in trainer.model.named_parameters() if "visual" in name)
+    learns = any(weight.requires_grad for name, weight in trainer.model.named_parameters() if in_tower(name))
     assert (activations[Phase.UPDATE] > 4 * 2**20) is learns  # and its graph's
 
 

@@ -118,7 +118,9 @@ class Reading:
         *,
         keeps: bool = True,
         sources: SourceMarks | None = None,
+        images: Sequence[slice] = (),
     ) -> None:
+        self.images = images  # of the tokens of its only row, those that see each other
         self.state, self.cache, self.counts, self.keeps, self.sources = state, cache, counts, keeps, sources
         self.tokens = 1 if counts is None else max(counts)
         self.bias: nn.Module | None = None
@@ -244,6 +246,9 @@ class Reading:
         found = order.new_full((len(order), slots + 1), -1).scatter_(1, held, order)[:, :slots]
         place = torch.arange(slots, device=order.device)
         visible = (found >= 0)[:, None] & (place <= now_BN[:, :, None])
+        for span in self.images:
+            first = self.state.positions[0]
+            visible[:, span, first + span.start : first + span.stop] = True
         if window is not None:
             visible = visible & (place > now_BN[:, :, None] - window)
         return found.clamp_min(0), visible
@@ -306,6 +311,9 @@ class Reading:
             return None
         now_BN, place_BK = self._places(segment, layer)
         hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
+        for span in self.images:  # the tokens read are the last keys
+            first = place_BK.shape[1] - self.tokens
+            hidden_BNK[:, span, first + span.start : first + span.stop] = False
         if window is not None:
             hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)
         return hidden_BNK

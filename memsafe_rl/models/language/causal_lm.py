@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -62,6 +63,10 @@ class TrunkInputs(Protocol):
         No tensor value is read.
         """
         return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
+
+    def images(self, prompts: Sequence[Tensor]) -> list[Sequence[slice]]:
+        """Gives the stretches of each prompt whose tokens see each other, those that come later too."""
+        return [()] * len(prompts)
 
     def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
         """Makes what rows read besides their tokens, where it is missing, or weights have moved since."""
@@ -128,7 +133,8 @@ class CausalLMAdapter(LanguageAdapter):
         if packed:  # behind one copy of each prompt
             # What was read with another PEFT adapter, such as a critic's, is read anew.
             trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
-            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, trunks)
+            images = dict(zip(rows, self._images(trajectory, rows), strict=True))
+            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, trunks, images)
             own = [self._packed_states(laid)] if laid.ids.numel() else []  # rows may have nothing behind a trunk
             hidden_ND = torch.cat([*(trunk.states() for trunk in trunks), *own])
             return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
@@ -136,7 +142,7 @@ class CausalLMAdapter(LanguageAdapter):
         ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
         if self.routers is not None:
             self.routers.row_lengths = row_lengths
-        hidden_BLD = self._trunk(ids_BL, row_lengths)
+        hidden_BLD = self._trunk(ids_BL, row_lengths, self._images(trajectory, rows))
         return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     def learning(self, forward: Context) -> AbstractContextManager[None]:
@@ -161,7 +167,8 @@ class CausalLMAdapter(LanguageAdapter):
         if apart:
             yield
             return
-        laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks)
+        images = dict(zip(rows, self._images(trajectory, rows), strict=True))
+        laid = pack_trunk(trajectory, rows, self.geometry.windows, self.device, self._trunks, images)
         trunk = laid.layout.keeps
         assert trunk is not None, "a trunk is laid to be kept"
         self.inputs.make_ready(self.lm, trajectory, rows)
@@ -187,14 +194,16 @@ class CausalLMAdapter(LanguageAdapter):
         """Reads prompts and fills a cache."""
         if not self.joins:
             return PaddedState.of_prompts(self.lm, prompts, self.pad_token_id, self.device)
-        chunk = max(int(prompt.shape[0]) for prompt in prompts)
+        images = self.inputs.images(prompts)
+        ends = [max(int(prompt.shape[0]) for prompt in prompts)]
         if len(prompts) == 1 and chunk_tokens is not None:
-            chunk = min(chunk, chunk_tokens)
+            ends = _chunk_ends(ends[0], chunk_tokens, images[0])
+        chunk = ends[0]
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
-        with self._attending_alone(ids_PL):
+        with self._attending_alone(ids_PL, [[span for span in spans if span.stop <= chunk] for spans in images]):
             output = self.lm.base_model(
                 **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
             )
@@ -202,8 +211,9 @@ class CausalLMAdapter(LanguageAdapter):
         del output  # of which a copy of the last states is enough
         state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
         del cache
-        for start in range(chunk, max(int(prompt.shape[0]) for prompt in prompts), chunk):
-            last_PD = self._read_on(state, prompts[0][start : start + chunk])
+        for start, end in pairwise(ends):
+            spans = [slice(one.start - start, one.stop - start) for one in images[0] if start <= one.start < end]
+            last_PD = self._read_on(state, prompts[0][start:end], spans)
         return self._logits(last_PD), state
 
     def balance_experts(self, coef: float) -> None:
@@ -233,32 +243,38 @@ class CausalLMAdapter(LanguageAdapter):
         if not any(window is not None and window <= width for window in self.geometry.windows):
             self.slot_bytes = state.nbytes() // (state.rows * width)
 
-    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _trunk(self, ids_BL: Tensor, lengths: Sequence[int], images: Sequence[Sequence[slice]]) -> Tensor:
         """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
         inputs, run = self.inputs.of(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
-            with self._attending_alone(ids_BL):
+            with self._attending_alone(ids_BL, images):
                 output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
         else:
             output = run(**inputs, attention_mask=padding_mask(lengths, ids_BL.shape[1], ids_BL.device))
         return cast(Tensor, output[0])
 
-    def _attending_alone(self, ids_BL: Tensor) -> AbstractContextManager[None]:
+    def _images(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Sequence[slice]]:
+        """Gives the stretches of rows whose tokens see each other."""
+        prompts = trajectory.conditions.rows()
+        return self.inputs.images([prompts[trajectory.condition_of_row[row]] for row in rows])
+
+    def _attending_alone(self, ids_BL: Tensor, images: Sequence[Sequence[slice]]) -> AbstractContextManager[None]:
         """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
         rows, width = ids_BL.shape
         windows = self.geometry.windows
         masks = any(window is not None and window < width for window in windows)
         masks = masks or any(config._attn_implementation == "eager" for config in self._attention_configs)
-        if not masks or not self.packs_prompts or self.lm.training:
+        alone = masks and self.packs_prompts and not self.lm.training
+        if not alone and not any(images):
             return nullcontext()
-        return attending(self._attention_configs, padded_layout(rows, width, windows))
+        return attending(self._attention_configs, padded_layout(rows, width, windows, self.device, images))
 
-    def _read_on(self, state: SharedPrefixState, ids_N: Tensor) -> Tensor:
+    def _read_on(self, state: SharedPrefixState, ids_N: Tensor, images: Sequence[slice]) -> Tensor:
         """Reads the next tokens of a state's only prompt, and gives the last hidden state (1, D)."""
         cache = SharedPrefixCache(
             reads_prompts=True, in_8_bits=self.in_8_bits, lengths=[len(ids_N)], windows=state.windows
         )
-        reading = Reading(state, cache, [len(ids_N)], keeps=False)
+        reading = Reading(state, cache, [len(ids_N)], keeps=False, images=images)
         hidden_1ND = self._attend_grouped(ids_N.to(self.device)[None], reading)
         state.replace_prompt(longer_block(state.origins[0].block, cache.read, len(ids_N), state.windows))
         return hidden_1ND[:, -1]
@@ -274,6 +290,16 @@ class CausalLMAdapter(LanguageAdapter):
             given = self.inputs.of(self.lm, ids_BN, positions_BN)
             output = trunk(**given, past_key_values=reading.cache, use_cache=True)
         return cast(Tensor, output[0])
+
+
+def _chunk_ends(length: int, chunk: int, images: Sequence[slice]) -> list[int]:
+    """Gives where the chunks of a prompt end: before an image that a chunk would cut, behind one that is longer."""
+    ends = [0]
+    while ends[-1] < length:
+        end = min(length, ends[-1] + chunk)
+        cut = next((span for span in images if span.start < end < span.stop), None)
+        ends.append(end if cut is None else cut.start if cut.start > ends[-1] else cut.stop)
+    return ends[1:]
 
 
 def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:

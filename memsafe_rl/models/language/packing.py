@@ -13,11 +13,13 @@ Axes: ``N`` tokens of a packed row, ``M`` completion tokens end to end, ``S`` se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +145,8 @@ class Layout:
     windows: tuple[int | None, ...]  # per layer, the attention window in tokens, None for full attention
     segments: tuple[Segment, ...] = ()
     keeps: Trunk | None = None  # where its keys and values are held for others; None where nobody else sees it
+    images: tuple[slice, ...] = ()  # stretches whose tokens see each other, those that come later too
+    alike: tuple[Run, ...] = ()  # these in runs of equal length
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ def pack_rows(
     windows: Sequence[int | None],
     device: torch.device,
     trunks: Sequence[Trunk] = (),
+    images: Mapping[int, Sequence[slice]] = MappingProxyType({}),
 ) -> PackedRows:
     """Lays rows out behind one copy of what they share, or behind trunks; what is a row's own stays in one piece.
 
@@ -188,7 +193,8 @@ def pack_rows(
     leaves = {node.row: segment for node, segment in zip(nodes, segments, strict=True) if not node.children}
     predicting = [_predicting(trajectory, row, leaves[row], held) for row in rows]
     layout = Layout(_runs(segments, device), tuple(shared), tuple(windows), segments)
-    return _packed(trajectory, nodes, torch.cat(predicting), layout, device)
+    spans = [span for node, segment in zip(nodes, segments, strict=True) for span in _within(node, segment, images)]
+    return _packed(trajectory, nodes, torch.cat(predicting), _two_way(layout, spans, device), device)
 
 
 def pack_trunk(
@@ -197,6 +203,7 @@ def pack_trunk(
     windows: Sequence[int | None],
     device: torch.device,
     trunks: Sequence[Trunk] = (),
+    images: Mapping[int, Sequence[slice]] = MappingProxyType({}),
 ) -> PackedRows:
     """Lays out what all of some rows share and no trunk holds yet, as one segment that is kept for them."""
     held = trunks[-1].end if trunks else 0
@@ -205,6 +212,7 @@ def pack_trunk(
     segments = (Segment(0, end - held),)
     keeps = Trunk(end, end - held)
     layout = Layout(_runs(segments, device), tuple(_behind_trunks([node], trunks)), tuple(windows), segments, keeps)
+    layout = _two_way(layout, _within(node, segments[0], images), device)
     return _packed(trajectory, [node], torch.empty(0, dtype=torch.int64), layout, device)
 
 
@@ -245,10 +253,32 @@ def _predicting(trajectory: Trajectory, row: int, own: Segment, held: int) -> Te
     return path[prompt - 1 : prompt - 1 + actions]
 
 
-def padded_layout(rows: int, width: int, windows: Sequence[int | None]) -> Layout:
-    """Says who sees whom in rows padded on the right, each alone."""
+def padded_layout(
+    rows: int, width: int, windows: Sequence[int | None], device: torch.device, images: Sequence[Sequence[slice]]
+) -> Layout:
+    """Says who sees whom in rows padded on the right, each alone; tokens of an image of theirs see each other."""
     alone = tuple(Segment(row * width, width) for row in range(rows))
-    return Layout((Run(rows, width, 0),), (), tuple(windows), alone)
+    spans = [_moved(span, row * width) for row, found in enumerate(images) for span in found]
+    return _two_way(Layout((Run(rows, width, 0),), (), tuple(windows), alone), spans, device)
+
+
+def _within(node: Node, segment: Segment, images: Mapping[int, Sequence[slice]]) -> list[slice]:
+    """Gives where the images of a row lie that a segment holds; a prompt's are never divided among segments."""
+    within = (span for span in images.get(node.row, ()) if node.start <= span.start < node.end)
+    return [_moved(span, segment.first - node.start) for span in within]
+
+
+def _moved(span: slice, by: int) -> slice:
+    return slice(span.start + by, span.stop + by)
+
+
+def _two_way(layout: Layout, spans: Sequence[slice], device: torch.device) -> Layout:
+    """Has the tokens of some stretches of a layout see each other."""
+    by_length = defaultdict[int, list[Segment]](list)
+    for span in spans:
+        by_length[span.stop - span.start].append(Segment(span.start, span.stop - span.start))
+    alike = tuple(_run(members, device) for length, members in by_length.items() if length > 1)
+    return replace(layout, images=tuple(spans), alike=alike) if spans else layout
 
 
 def _runs(segments: Sequence[Segment], device: torch.device) -> tuple[Run, ...]:
@@ -350,6 +380,12 @@ class _Attention(torch.autograd.Function):
             out_part, lse_part = attend(_own_part(run, (query, key, value), call), target)
             run.put(out, out_part)
             run.put(lse, lse_part)
+        for run in call.layout.alike:
+            out_part, lse_part = attend(_later_part(run, (query, key, value), call), target)
+            whole, sums = run.take(out), run.take(lse)
+            _join(whole[:, :, :-1], sums[:, :, :-1], out_part.flip(2), lse_part.flip(2))
+            run.put(out, whole)
+            run.put(lse, sums)
         for shared in call.layout.shared:
             for part, rows, _ in _shared_parts(shared, (query, key, value), call):
                 out_part, lse_part = attend(part, target)
@@ -371,6 +407,13 @@ class _Attention(torch.autograd.Function):
             part = _own_part(run, inputs, ctx.call)
             for whole, share in zip(grads, attend_backward(part, joined, ctx.target), strict=True):
                 run.put(whole, share)
+        for run in layout.alike:
+            joined = Joined(*(run.take(whole)[:, :, :-1].flip(2) for whole in (grad, out, lse)))
+            shares = attend_backward(_later_part(run, inputs, ctx.call), joined, ctx.target)
+            for whole, share, some in zip(grads, shares, (slice(-1), *[slice(1, None)] * 2), strict=True):
+                total = run.take(whole)
+                total[:, :, some] += share.flip(2)
+                run.put(whole, total)
         for shared in layout.shared:
             for part, rows, keys in _shared_parts(shared, inputs, ctx.call):
                 joined = Joined(*(whole[rows].transpose(0, 1)[None] for whole in (grad, out, lse)))
@@ -445,17 +488,30 @@ def _one_row(segment: Segment, query: Tensor, key: Tensor, value: Tensor) -> tup
 
 def _sight(segment: Segment, call: _Call, device: torch.device) -> fixed_split.Sight:
     first, visible = sum(span.stop - span.start for span in segment.behind), None
-    if call.window is not None and call.window < first + segment.tokens:
+    hides = call.window is not None and call.window < first + segment.tokens
+    images = [span for span in call.layout.images if segment.own.start <= span.start < segment.own.stop]
+    if hides or images:
         slots = torch.arange(first + segment.tokens, device=device)
         distance = slots[first:, None] - slots[None]
-        visible = ((distance >= 0) & (distance < call.window))[None, None]
-    return fixed_split.Sight(call.scale, call.soft_cap, visible, first)
+        seen = distance >= 0
+        for span in images:
+            own = _moved(span, -segment.first)
+            seen[own, _moved(own, first)] = True
+        visible = (seen if call.window is None else seen & (distance < call.window))[None, None]
+    return fixed_split.Sight(call.scale, call.soft_cap, visible, None if images else first)
 
 
 def _own_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
     """Gives the part of segments that see themselves."""
     query, key, value = map(run.take, inputs)
     return Part(query, key, value, call.scale, call.soft_cap, first=0, window=call.window)
+
+
+def _later_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
+    """Gives the part of images whose tokens see those that come later: from their ends, as causal as any other."""
+    query, key, value = map(run.take, inputs)
+    key, value = (whole[:, :, 1:].flip(2) for whole in (key, value))
+    return Part(query[:, :, :-1].flip(2), key, value, call.scale, call.soft_cap, first=0)
 
 
 def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:

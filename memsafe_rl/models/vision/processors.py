@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.hub import places_for
-from memsafe_rl.models.vision.image_prompts import FAMILIES
+from memsafe_rl.models.vision.families import KNOWN, vision_family
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class PillowProcessor:
 
 def reads_images(config: Any) -> bool:
     """Whether the prompts of a network may hold images, by its config."""
-    return getattr(config, "model_type", None) in FAMILIES
+    return vision_family(config) is not None
 
 
 def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote_code: bool, **places: Any) -> Any:
@@ -40,26 +42,30 @@ def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote
     if given and not hasattr(processing_class, "image_processor"):
         return None
     if given and not reads_images(config):
-        kind, known = getattr(config, "model_type", type(config).__name__), " and ".join(FAMILIES.values())
+        kind = getattr(config, "model_type", type(config).__name__)
         raise ConfigError(
             f"processing_class is a {type(processing_class).__name__}, which reads images, but the model a {kind!r}. "
-            f"Images are read by {known}. Pass the processor's tokenizer if the prompts are text alone."
+            f"Images are read by {KNOWN}. Pass the processor's tokenizer if the prompts are text alone."
         )
     return processing_class if given or not reads_images(config) else _loaded(name, trust_remote_code, places)
 
 
 def freeze_unused_tower(lm: Any, *, sees_images: bool) -> None:
     """Freezes the image tower of a network that is loaded by name, where no prompt holds an image."""
-    if reads_images(lm.config) and not sees_images:
-        lm.base_model.visual.requires_grad_(False)
+    family = None if sees_images else vision_family(lm.config)
+    if family is not None:
+        nn.ModuleList(family.modules_of(lm)).requires_grad_(False)
 
 
 def share_tower(lm: Any, reference: Any) -> None:
     """Has a reference hold the tower of the network that is trained, where that is frozen, in place of its own."""
-    if reference is not None and reads_images(getattr(lm, "config", None)):
-        tower = lm.base_model.visual
-        if not any(weight.requires_grad for weight in tower.parameters()):
-            reference.base_model.visual = tower
+    family = vision_family(getattr(lm, "config", None))
+    if reference is None or family is None:
+        return
+    modules = family.modules_of(lm)
+    if not any(weight.requires_grad for weight in nn.ModuleList(modules).parameters()):
+        for name, module in zip(family.tower, modules, strict=True):
+            setattr(reference.base_model, name, module)
 
 
 def _loaded(name: str, trust_remote_code: bool, places: dict[str, Any]) -> Any:
@@ -67,7 +73,8 @@ def _loaded(name: str, trust_remote_code: bool, places: dict[str, Any]) -> Any:
     where = {"trust_remote_code": trust_remote_code, **places_for(name, **places)}
     try:
         if is_torchvision_available():
-            return AutoProcessor.from_pretrained(name, **where)
+            with suppress(ImportError):  # of what a processor wants for videos alone
+                return AutoProcessor.from_pretrained(name, **where)
         images = AutoImageProcessor.from_pretrained(name, **where)
         return PillowProcessor(images, AutoTokenizer.from_pretrained(name, **where))
     except ImportError as error:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import eval_mode, peft_adapters_on, weights_mark
+from memsafe_rl.models.vision.families import Images, VisionFamily
 
 Reader = tuple[int, tuple[str, ...]]
 """A network, by its id, and the PEFT adapters under which its tower reads."""
@@ -29,8 +30,7 @@ class ImagePrompt(NamedTuple):
     """A prompt as a processor gives it, on the host."""
 
     ids: Tensor  # (L,) int64, with one placeholder for each feature
-    pixels: Tensor  # (patches, values) float, of all its images in order
-    grids: Tensor  # (images, 3) int64, patches in time, height and width
+    images: Images  # of all its images in order
 
 
 class Shown(NamedTuple):
@@ -44,7 +44,7 @@ class Shown(NamedTuple):
 class Features:
     """What a tower made of the prompts of a table."""
 
-    values: Tensor  # (F, D); while an optimizer step accumulates, a leaf at which gradients gather
+    values: Tensor  # (F, levels * D); while an optimizer step accumulates, a leaf at which gradients gather
     mark: int = 0  # of the weights that made those which are fresh
     fresh: set[int] = field(default_factory=set)  # first rows of prompts whose features are those of the weights now
     learnt: dict[int, Shown] = field(default_factory=dict)  # by first row, prompts that rows of the step have read
@@ -53,14 +53,15 @@ class Features:
 class Tower:
     """The tower of a network, under its adapters, and those of the networks beside it."""
 
-    def __init__(self, lm: Any, *, dtype: torch.dtype | None, reference: Any = None) -> None:
+    def __init__(self, family: VisionFamily, lm: Any, *, dtype: torch.dtype | None, reference: Any = None) -> None:
         """Names a network, the type of its autocast, and the frozen copy that answers for the reference."""
-        visual = lm.base_model.visual
-        self._lm, self._visual, self._dtype = lm, visual, dtype
-        self._learning = nn.ParameterList(weight for weight in visual.parameters() if weight.requires_grad)
+        self._family, self._lm, self._dtype = family, lm, dtype
+        self._modules = family.modules_of(lm)
+        weights = nn.ModuleList(self._modules).parameters()
+        self._learning = nn.ParameterList(weight for weight in weights if weight.requires_grad)
         self._adapted = any(isinstance(module, BaseTunerLayer) for module in lm.modules())
         self.learns = len(self._learning) > 0
-        self.reads_again = self.learns or (reference is not None and reference.base_model.visual is not visual)
+        self.reads_again = self.learns or (reference is not None and not self._shares(reference))
         self.own: Reader = (id(lm), peft_adapters_on(lm) if self._adapted else ())
         weight = lm.get_input_embeddings().weight
         # In halves, small shares would soon add nothing to a large sum.
@@ -68,9 +69,12 @@ class Tower:
 
     def reader(self, lm: Any) -> Reader:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
-        if lm.base_model.visual is self._visual and not self.learns:
+        if not self.learns and self._shares(lm):
             return self.own
         return id(lm), peft_adapters_on(lm) if self._adapted else ()
+
+    def _shares(self, lm: Any) -> bool:
+        return self._family.modules_of(lm) == self._modules
 
     def autocast(self) -> torch.autocast:
         """Gives the context of a tower's forward, which uses every weight once, so that no copy need be kept."""
@@ -88,7 +92,7 @@ class Tower:
         stale = [one for one in wanted if one.rows.start not in features.fresh]
         if not stale:
             return
-        with eval_mode(lm.base_model.visual):
+        with eval_mode(nn.ModuleList(self._family.modules_of(lm))):
             for prompt, rows in stale:
                 features.values[rows] = self._made(lm, prompt)
                 features.fresh.add(rows.start)
@@ -98,7 +102,7 @@ class Tower:
         gradient = features.values.grad
         if gradient is None:  # no row was run
             return
-        with eval_mode(self._visual), around():
+        with eval_mode(nn.ModuleList(self._modules)), around():
             for prompt, rows in features.learnt.values():
                 with forward():
                     made_ND = self._made(self._lm, prompt)
@@ -109,7 +113,6 @@ class Tower:
         """Gives the features of a prompt, in the type that the tower gives them."""
         device = lm.get_input_embeddings().weight.device
         with self.autocast():
-            read = lm.base_model.get_image_features(
-                prompt.pixels.to(device, copy=True), prompt.grids.to(device), return_dict=True
-            ).pooler_output
-        return torch.cat(tuple(read))
+            # pixels of the host's own too, lest a made-up run keep them
+            given = {name: one.to(device, copy=one.is_floating_point()) for name, one in prompt.images.items()}
+            return self._family.features(lm.base_model, given)

@@ -29,6 +29,7 @@ from memsafe_rl.models.loading import (
     name_of,
     read_config,
 )
+from memsafe_rl.models.vision.families import FAMILIES
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
@@ -120,8 +121,7 @@ class LanguageModels(ModelFactory):
         check_adapter(adapter)
         if self._image_reader is not None:
             # else it would read stored ids itself
-            shares = adapter.joins and adapter.decodes and adapter.packs_prompts
-            refusal.when(not shares, "images/prompts", model=type(adapter.model).__name__)
+            refusal.when(not (adapter.joins and adapter.decodes), "images/prompts", model=type(adapter.model).__name__)
         if self._config.batch_invariant:
             require(adapter)
 
@@ -197,12 +197,13 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
 
 def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> ImagePromptReader:
     """Makes what reads prompts with images."""
-    counts = hasattr(processor.image_processor, "get_number_of_image_patches")
+    same = FAMILIES[facts.config.model_type].spelled is not None  # whatever an image's size
+    counts = same or hasattr(processor.image_processor, "get_number_of_image_patches")
     refusal.when(not counts, "images/patches", processor=type(processor.image_processor).__name__)
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
-    return ImagePromptReader(text, processor.image_processor, int(facts.config.image_token_id))
+    return ImagePromptReader(text, processor.image_processor, facts.config)
 
 
 def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> None:

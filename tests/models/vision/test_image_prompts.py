@@ -13,26 +13,43 @@ from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, _chunk_ends, check_head
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.tower import ImagePrompt
 from memsafe_rl.types import Ragged, Trajectory
-from tests.images import END, FAMILIES, IMAGE, START, small
+from tests.images import END, FAMILIES, IMAGE, SQUARES, START, TWO_WAY, own_arguments, small
 from tests.models.language.test_packing import InDouble
 
 
-def prompt(*sides: tuple[int, int], seed: int = 0, dtype: torch.dtype = torch.float32) -> ImagePrompt:
+def prompt(
+    *sides: tuple[int, int], family: str = "qwen2_vl", seed: int = 0, dtype: torch.dtype = torch.float32
+) -> ImagePrompt:
     """Makes a prompt of images of so many patches in height and width, with text before, between and after."""
     source = torch.Generator().manual_seed(seed)
-    ids = [5, 6]
+    ids, images = [5, 6], {}
     for height, width in sides:
-        ids += [START, *[IMAGE] * (height * width // 4), END, 7]
+        run = 4 if family in (*SQUARES, TWO_WAY) else height * width // 4
+        for _ in range(height * width // 4 // run):
+            ids += [START, *[IMAGE] * run, END]
+        ids.append(7)
     patches = sum(height * width for height, width in sides)
-    pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=source, dtype=dtype)
-    return ImagePrompt(torch.tensor([*ids, 8, 9]), pixels, torch.tensor([(1, *side) for side in sides]))
+    if family in SQUARES:
+        pixels = torch.randn(1, patches // 16, 3, 16, 16, generator=source, dtype=dtype)
+        mask = torch.ones(1, patches // 16, 16, 16, dtype=torch.int64)
+        mask[:, -1, 8:] = 0
+        images = {"pixel_values": pixels, "pixel_attention_mask": mask}
+    elif family == TWO_WAY:
+        images = {"pixel_values": torch.randn(patches // 16, 3, 16, 16, generator=source, dtype=dtype)}
+    else:
+        pixels = torch.randn(patches, 3 * 2 * 4 * 4, generator=source, dtype=dtype)
+        images = {"pixel_values": pixels, "image_grid_thw": torch.tensor([(1, *side) for side in sides])}
+    return ImagePrompt(torch.tensor([*ids, 8, 9]), images)
 
 
-SEVERAL = (prompt((4, 4)), prompt((4, 8), (8, 4), seed=1), prompt((6, 4), (2, 2), (4, 10), seed=2))
+def several(family: str, dtype: torch.dtype = torch.float32) -> tuple[ImagePrompt, ...]:
+    """Makes prompts of one image, of two and of three, unlike in size."""
+    shapes: list[list[tuple[int, int]]] = [[(4, 4)], [(4, 8), (8, 4)], [(4, 4), (4, 8), (4, 12)]]
+    return tuple(prompt(*sides, family=family, seed=seed, dtype=dtype) for seed, sides in enumerate(shapes))
 
 
 def adapter_of(model: Any) -> tuple[CausalLMAdapter, ImagePrompts]:
@@ -71,12 +88,10 @@ def logprobs(adapter: CausalLMAdapter, trajectory: Trajectory, rows: Sequence[in
 
 def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
     """Gives the same by the model's own forward."""
-    ids_1L = torch.cat([given.ids, action])[None]
-    model.model.rope_deltas = None
-    kinds = (ids_1L == IMAGE).int()
-    logits = model(
-        input_ids=ids_1L, pixel_values=given.pixels, image_grid_thw=given.grids, mm_token_type_ids=kinds
-    ).logits[0, len(given.ids) - 1 : -1]
+    ids, family = [*given.ids.tolist(), *action.tolist()], model.config.model_type
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    logits = model(**own_arguments(family, ids, given.images)).logits[0, len(given.ids) - 1 : -1]
     return torch.log_softmax(logits, -1).gather(1, action[:, None])[:, 0]
 
 
@@ -85,13 +100,15 @@ def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
 def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
     model = small(family)
     adapter, images = adapter_of(model)
-    trajectory = rows_of(images.read(SEVERAL))
+    given = several(family)
+    trajectory = rows_of(images.read(given))
     with torch.no_grad():
         found = logprobs(adapter, trajectory, range(9), packed=packed)
         actions = trajectory.actions.rows()
-        own = [own_logprobs(model, SEVERAL[row // 3], actions[row]) for row in range(9)]
+        own = [own_logprobs(model, given[row // 3], actions[row]) for row in range(9)]
         torch.testing.assert_close(found, torch.cat(own), rtol=0, atol=1e-5)
-        other = images.read([SEVERAL[0]._replace(pixels=SEVERAL[0].pixels + 1)])[0]
+        pixels = given[0].images["pixel_values"] + 1
+        other = images.read([given[0]._replace(images={**given[0].images, "pixel_values": pixels})])[0]
         unlike = logprobs(adapter, rows_of([other]), range(3), packed=packed)
     assert (unlike - found[: len(unlike)]).abs().max() > 1e-4, "the image makes no difference"
 
@@ -105,9 +122,10 @@ def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Se
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_every_cut_gives_the_same_gradient(dtype: torch.dtype, allowed: float) -> None:
-    adapter, images = adapter_of(small(dtype=dtype))
-    trajectory = rows_of([images.read([given._replace(pixels=given.pixels.to(dtype))])[0] for given in SEVERAL])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allowed: float) -> None:
+    adapter, images = adapter_of(small(family, dtype))
+    trajectory = rows_of(images.read(several(family, dtype)))
     with InDouble() if dtype is torch.float64 else nullcontext():
         whole = gradient(adapter, trajectory, [range(9)], False)
         for cuts in ([[row] for row in range(9)], [[0, 4, 8], [1, 2], [3, 5, 6, 7]]):
@@ -116,19 +134,17 @@ def test_every_cut_gives_the_same_gradient(dtype: torch.dtype, allowed: float) -
                 assert difference < allowed, (cuts, packed, float(difference))
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize(("chunk", "alone"), [(None, False), (3, False), (6, False), (6, True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> None:
+def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None, alone: bool) -> None:
+    """However a prompt is read; ``alone`` as where every row has the bits that it would have alone."""
     model = small(family)
     adapter, images = adapter_of(model)
-    for given in SEVERAL:
-        kinds = (given.ids == IMAGE).int()[None]
+    adapter.batch_invariant = alone
+    for given in several(family):
         own = model.generate(
-            input_ids=given.ids[None],
+            **own_arguments(family, given.ids.tolist(), given.images),
             attention_mask=torch.ones_like(given.ids)[None],
-            pixel_values=given.pixels,
-            image_grid_thw=given.grids,
-            mm_token_type_ids=kinds,
             max_new_tokens=12,
             min_new_tokens=12,
             do_sample=False,
@@ -141,6 +157,13 @@ def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None) -> 
             tokens.append(logits_BV.argmax(-1))
             logits_BV = adapter.decode_step(state, tokens[-1])
         assert torch.equal(torch.stack(tokens, 1), own.expand(2, -1))
+
+
+def test_a_chunk_cuts_no_image() -> None:
+    spans = [slice(3, 7), slice(9, 19)]
+    assert _chunk_ends(20, 100, spans) == [20]
+    assert _chunk_ends(20, 5, spans) == [3, 8, 9, 19, 20]
+    assert _chunk_ends(8, 3, ()) == [3, 6, 8]
 
 
 def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> None:
@@ -165,22 +188,27 @@ def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> 
     assert len(towers) == begun
 
 
-def test_a_moved_placeholder_is_refused() -> None:
-    _, images = adapter_of(small())
-    given = SEVERAL[1]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_moved_placeholder_is_refused(family: str) -> None:
+    _, images = adapter_of(small(family))
+    one, given, _ = several(family)
     moved = given.ids.clone()
     last = int((moved == IMAGE).nonzero()[-1])
     first = int((moved == END).nonzero()[0])
     moved[last], moved[first] = END, IMAGE
-    with pytest.raises(DataError, match=r"runs of \[9, 7\] image placeholders.*have \[8, 8\] features"):
+    runs = "5, 4, 4, 3" if family in (*SQUARES, TWO_WAY) else "9, 7"
+    with pytest.raises(DataError, match=rf"runs of \[{runs}\] image placeholders.*have \[[48, ]*\] features"):
         images.read([given._replace(ids=moved)])
     with pytest.raises(DataError, match=r"image placeholders, but its 1 image"):
-        images.read([given._replace(pixels=given.pixels[:32], grids=given.grids[:1])])
+        images.read([given._replace(images=one.images)])
 
 
 @pytest.mark.parametrize("what", ["places", "positions"])
-def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, images = adapter_of(small())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shift_by_one_place_is_refused_at_start(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, images = adapter_of(small(family))
+    if what == "positions" and not len(images.table.positions):
+        pytest.skip("a token's position is its slot")
     grown = images._grown
 
     def shifted(*given: Any) -> Any:
@@ -189,4 +217,4 @@ def test_a_shift_by_one_place_is_refused_at_start(what: str, monkeypatch: pytest
 
     monkeypatch.setattr(images, "_grown", shifted)
     with pytest.raises(ConfigError, match="other hidden states than its own forward"):
-        images.read([SEVERAL[1]])
+        images.read([several(family)[1]])
