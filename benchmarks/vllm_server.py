@@ -228,12 +228,15 @@ def troubled(python: Path, folder: Path, steps: int) -> dict[str, Any]:
             found[trouble] = under_trouble(url, trouble, folder, steps)
             found[trouble]["as without"] = found[trouble]["rewards"] == plain["rewards"]
             print(trouble, found[trouble], flush=True)
+        runs = [trained(folder / f"ahead {number}", steps, url, async_rollouts=1) for number in range(2)]
+        ahead = {**runs[0], "repeated alike": runs[0]["rewards"] == runs[1]["rewards"]}
+        print("one rollout ahead", ahead, flush=True)
     found["killed"] = killed(python, folder / "killed", steps)
     print("killed", found["killed"], flush=True)
     wrong = [trouble for trouble, one in found.items() if one["largest_logp_difference"] > 1e-4]
     if wrong:
         raise SystemExit(f"samples of other weights were learnt from: {', '.join(wrong)}")
-    return found
+    return {**found, "one rollout ahead": ahead}
 
 
 def under_trouble(url: str, trouble: str, folder: Path, steps: int) -> dict[str, Any]:
