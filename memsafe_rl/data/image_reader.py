@@ -36,11 +36,11 @@ class ImagePromptReader(PromptReader):
 
     columns = ("prompt", *COLUMNS)
 
-    def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int) -> None:
-        """Reads by a tokenizer and an image processor."""
+    def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int, video: int | None) -> None:
+        """Reads by a tokenizer and an image processor; the tokens of an image and of a video are known by their ids."""
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
-        self._text, self._image_processor, self._placeholder = text, image_processor, placeholder
+        self._text, self._image_processor, self._placeholder, self._video = text, image_processor, placeholder, video
         self._images: ImagePrompts | None = None
 
     def attach(self, images: ImagePrompts) -> None:
@@ -92,6 +92,7 @@ class ImagePromptReader(PromptReader):
 
     def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""
+        unusable.when(self._video in row, "images/video")
         if row.count(self._placeholder) != len(sizes):
             raise unusable("images/template", found=row.count(self._placeholder), count=len(sizes))
         if not sizes:

@@ -66,7 +66,7 @@ def made(tmp_path: Path, model: Any, **more: Any) -> Any:
 
 
 @pytest.mark.slow_after(4)
-@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3)])
+@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3), (0.5, 3)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut_as", CUTS)
 def test_a_step_has_the_gradient_of_forwards_on_pixels(
@@ -171,11 +171,12 @@ def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
-    whole = made(tmp_path / "whole", learner(), **STEPS)
+@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}])
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
+    whole = made(tmp_path / "whole", learner(), **STEPS, **more)
     whole.train()
     for stop in (1, 2):
-        kept = {"save_strategy": "steps", "save_steps": 1}
+        kept = {"save_strategy": "steps", "save_steps": 1, **more}
         made(tmp_path / str(stop), learner(), **{**STEPS, **kept, "max_steps": stop}).train()
         second = made(tmp_path / str(stop), learner(), **STEPS, **kept)
         second.train(resume_from_checkpoint=True)
@@ -205,6 +206,9 @@ def lora(**more: Any) -> LoraConfig:
     return LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **more)
 
 
+WHOLE = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"], init_lora_weights=False)
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
@@ -212,13 +216,12 @@ def lora(**more: Any) -> LoraConfig:
 def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
     tmp_path: Path, where: str, cut_as: str, steps: int
 ) -> None:
-    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"])
     with InDouble():
         start = learner(dtype=torch.float64)
         trainer = made(
             tmp_path,
             start,
-            peft_config=lora() if where == "all-linear" else whole,
+            peft_config=lora() if where == "all-linear" else copy.deepcopy(WHOLE),
             policy=cut(**CUTS[cut_as]),
             beta=0.5,
             num_iterations=2,
@@ -234,7 +237,9 @@ def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
 
 
 @pytest.mark.slow
-def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [lora(), WHOLE], ids=["all-linear", "modules_to_save"])
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, adapter: LoraConfig) -> None:
+    """A critic's adapter has no whole modules, so that the second tower does not learn from values."""
     found = []
     config = PPOConfig(
         str(tmp_path),
@@ -249,7 +254,12 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> N
         shuffle_dataset=False,
     )
     for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
-        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy, "processing_class": processor()}
+        more = {
+            "peft_config": copy.deepcopy(adapter),
+            "critic": "adapter",
+            "memory_policy": policy,
+            "processing_class": processor(),
+        }
         with InDouble():
             torch.manual_seed(0)
             trainer = PPOTrainer(learner(dtype=torch.float64), pay, copy.deepcopy(config), shown(), **more)
@@ -259,7 +269,7 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path) -> N
             found.append(gradient_of(trainer))
         gradients = {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
         critic = [grad for name, grad in gradients.items() if ".critic." in name and "visual" in name]
-        assert critic
+        assert bool(critic) is (adapter.modules_to_save is None)
         assert all(grad.norm() > 0 for grad in critic)
     assert relative(found[1], found[0]) < 1e-12
     assert relative(found[2], found[0]) < 1e-12
@@ -308,11 +318,15 @@ def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
 def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> None:
     trainer = made(tmp_path / "a", learner(), max_steps=1)
     trainer.train()
-    found = trainer.evaluate(shown())
-    other = made(tmp_path / "b", trainer.model, max_steps=1).evaluate(shown())
-    assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
-        name: other[name] for name in ("eval_reward", "eval_loss")
-    }
+    for moved in range(2):
+        with torch.no_grad():
+            for weight in trainer.model.parameters():
+                weight.mul_(1 + moved / 10)
+        found = trainer.evaluate(shown())
+        other = made(tmp_path / str(moved), trainer.model, max_steps=1).evaluate(shown())
+        assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
+            name: other[name] for name in ("eval_reward", "eval_loss")
+        }
 
 
 @pytest.mark.parametrize("learns", [False, True])

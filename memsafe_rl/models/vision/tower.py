@@ -102,6 +102,8 @@ class Tower:
             for prompt, rows in features.learnt.values():
                 with forward():
                     made_ND = self._made(self._lm, prompt)
+                if not made_ND.requires_grad:  # as under a critic's adapter that leaves the tower out
+                    return
                 torch.autograd.backward(made_ND, gradient[rows].to(made_ND.dtype))
                 del made_ND  # lest it lie beside the next one's
 
