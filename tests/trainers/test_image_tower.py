@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
+from memsafe_rl import ConfigError, GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
 from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
@@ -86,9 +86,23 @@ def test_a_step_has_the_gradient_of_forwards_on_pixels(
     assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_gradients_of_a_half_precision_network_gather_in_float32(tmp_path: Path, learns: bool) -> None:
+    model = learner(dtype=torch.bfloat16)
+    model.model.visual.requires_grad_(learns)
+    trainer = made(tmp_path, model, max_steps=1)
+    trainer.train()
+    assert [one.values.dtype for one in features_of(trainer)] == [torch.float32 if learns else torch.bfloat16]
+
+
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
-    start, policies = learner(), [cut(40), cut(40, checkpointing=True)]
-    found = [gradient_of(made(tmp_path / str(place), start, policy=one)) for place, one in enumerate(policies)]
+    found, runs = [], []
+    for place, policy in enumerate((cut(40), cut(40, checkpointing=True))):
+        trainer = made(tmp_path / str(place), learner(), policy=policy)
+        norm, known = trainer.model.model.visual.blocks[0].norm1, len(runs)
+        norm.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+        found.append(gradient_of(trainer))
+        assert sum(runs[known:]) == 3 + 3 * place
     assert torch.equal(*found)
 
 
@@ -104,6 +118,21 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
         logits_TV[:, [IMAGE, VIDEO]] = -torch.inf
         own = logits_TV.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
+
+
+def test_a_step_reads_with_weights_that_moved_since_the_rollout(tmp_path: Path) -> None:
+    start = learner()
+
+    def moving(completions: list[Any], **columns: Any) -> list[float]:
+        with torch.no_grad():
+            for weight in trainer.model.model.visual.parameters():
+                weight.mul_(1.1)
+        return pay(completions, **columns)
+
+    trainer = made(tmp_path, start, reward_funcs=moving)
+    found = gradient_of(trainer)
+    wanted = naive_gradient(copy.deepcopy(trainer.model), shown(), trainer, start, 0.0)
+    assert relative(found, wanted) < 1e-6
 
 
 def passes_of(trainer: Any) -> list[bool]:
@@ -124,6 +153,7 @@ def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> No
     trainer.train()
     assert found == [False] + 2 * ([False] * 3 + [True] * 3)  # the check at start; then in each rollout
     assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+    assert not features_of(trainer)[0].learnt  # else the next step's backward would run for these as well
     later = made(tmp_path / "b", learner(), max_steps=2, num_iterations=2)
     found = passes_of(later)
     later.train()
@@ -171,7 +201,7 @@ def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}])
+@pytest.mark.parametrize("more", [{}, {"batch_invariant": True}, {"top_entropy_quantile": 0.5}])
 def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, more: dict[str, Any]) -> None:
     whole = made(tmp_path / "whole", learner(), **STEPS, **more)
     whole.train()
@@ -207,6 +237,20 @@ def lora(**more: Any) -> LoraConfig:
 
 
 WHOLE = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["merger"], init_lora_weights=False)
+
+
+def test_a_tower_is_frozen_or_not_when_a_trainer_is_made(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=1)
+    trainer.model.model.visual.requires_grad_(False)
+    before = trainer.model.model.visual.merger.mlp[0].weight.clone()
+    trainer.train()
+    assert torch.equal(trainer.model.model.visual.merger.mlp[0].weight, before)
+    trainer = made(tmp_path / "b", small(), max_steps=1)
+    trainer.model.requires_grad_(True)
+    with pytest.raises(
+        ConfigError, match=r"tower was unfrozen after the trainer was made.* Call requires_grad_\(True\)"
+    ):
+        trainer.train()
 
 
 @pytest.mark.slow_after(2)
@@ -312,6 +356,17 @@ def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
         torch.manual_seed(0)
         policy, adapter = cut(checkpointing=checkpointing), lora(lora_dropout=0.5)
         found.append(gradient_of(made(tmp_path, learner(), policy=policy, peft_config=adapter, disable_dropout=False)))
+    assert torch.equal(*found)
+
+
+def test_dropout_of_the_tower_is_off_wherever_it_runs(tmp_path: Path) -> None:
+    found = []
+    for dropout in (0.0, 0.5):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=2, target_modules=r".*visual\..*fc\d", init_lora_weights=False, lora_dropout=dropout)
+        trainer = made(tmp_path, learner(), peft_config=adapter, disable_dropout=False, num_iterations=2, max_steps=2)
+        found.append(gradient_of(trainer, 2))
+    assert found[0].norm() > 0
     assert torch.equal(*found)
 
 

@@ -73,6 +73,8 @@ class ImagePrompts:
     def forget(self, table: Table | None = None) -> None:
         """Goes back to an earlier table, or to an empty one; frees what was read since, and allocates nothing."""
         self.table = table or self._empty
+        for features in self.table.features.values():
+            features.fresh.clear()  # meanwhile, weights may have moved in ways that leave no mark
 
     @torch.no_grad()
     def read(self, prompts: Sequence[ImagePrompt]) -> list[Tensor]:
@@ -126,6 +128,11 @@ class ImagePrompts:
     def learning(self, model: nn.Module, forward: Context) -> Iterator[None]:
         """Gathers gradients at features; leaving without an exception has the tower learn from them."""
         if not self._tower.learns:
+            if self._tower.is_unfrozen():
+                raise ConfigError(
+                    "the image tower was unfrozen after the trainer was made, when no pixels were kept to learn from. "
+                    "Call requires_grad_(True) on the model before it is passed to the trainer."
+                )
             yield
             return
         own = self._begin(learning=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import eval_mode, peft_adapters_on, weights_mark
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 
 Reader = tuple[int, tuple[str, ...]]
 """A network, by its id, and the PEFT adapters under which its tower reads."""
@@ -45,7 +46,7 @@ class Features:
     """What a tower made of the prompts of a table."""
 
     values: Tensor  # (F, D); while an optimizer step accumulates, a leaf at which gradients gather
-    mark: int = 0  # of the weights that made those which are fresh
+    mark: int = 0  # of the weights that made those which are fresh, and of how they were computed
     fresh: set[int] = field(default_factory=set)  # first rows of prompts whose features are those of the weights now
     learnt: dict[int, Shown] = field(default_factory=dict)  # by first row, prompts that rows of the step have read
 
@@ -66,6 +67,10 @@ class Tower:
         # In halves, small shares would soon add nothing to a large sum.
         self.feature_dtype = torch.promote_types(weight.dtype, torch.float32) if self.learns else weight.dtype
 
+    def is_unfrozen(self) -> bool:
+        """Whether weights of the tower are trained now."""
+        return any(weight.requires_grad for weight in self._visual.parameters())
+
     def reader(self, lm: Any) -> Reader:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
         if lm.base_model.visual is self._visual and not self.learns:
@@ -81,7 +86,7 @@ class Tower:
     @torch.no_grad()
     def fill(self, lm: Any, features: Features, wanted: Iterable[Shown]) -> None:
         """Makes features of prompts where they are missing, or of weights that have moved since; may be repeated."""
-        mark = weights_mark(self._learning)
+        mark = hash((weights_mark(self._learning), FIXED_TILES.get()))  # a scoring pass may compute in tiles of its own
         if mark != features.mark:
             features.fresh.clear()
             features.mark = mark
