@@ -36,11 +36,12 @@ class ImagePromptReader(PromptReader):
 
     columns = ("prompt", *COLUMNS)
 
-    def __init__(self, text: PromptTokenizer, image_processor: Any, placeholder: int, video: int | None) -> None:
-        """Reads by a tokenizer and an image processor; the tokens of an image and of a video are known by their ids."""
+    def __init__(self, text: PromptTokenizer, image_processor: Any, config: Any) -> None:
+        """Reads by a tokenizer and an image processor, for a network of a config."""
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
-        self._text, self._image_processor, self._placeholder, self._video = text, image_processor, placeholder, video
+        self._text, self._image_processor, self._placeholder = text, image_processor, int(config.image_token_id)
+        self._video = getattr(config, "video_token_id", None)
         self._images: ImagePrompts | None = None
 
     def attach(self, images: ImagePrompts) -> None:

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import peft_adapter_on
 from memsafe_rl.models.vision.tower import Features, ImagePrompt, Reader, Shown, Tower
@@ -128,11 +129,7 @@ class ImagePrompts:
     def learning(self, model: nn.Module, forward: Context) -> Iterator[None]:
         """Gathers gradients at features; leaving without an exception has the tower learn from them."""
         if not self._tower.learns:
-            if self._tower.is_unfrozen():
-                raise ConfigError(
-                    "the image tower was unfrozen after the trainer was made, when no pixels were kept to learn from. "
-                    "Call requires_grad_(True) on the model before it is passed to the trainer."
-                )
+            refusal.when(self._tower.is_trained(), "images/unfrozen")
             yield
             return
         own = self._begin(learning=True)

@@ -58,23 +58,26 @@ class Tower:
         """Names a network, the type of its autocast, and the frozen copy that answers for the reference."""
         visual = lm.base_model.visual
         self._lm, self._visual, self._dtype = lm, visual, dtype
-        self._learning = nn.ParameterList(weight for weight in visual.parameters() if weight.requires_grad)
+        self._weights = nn.ParameterList(visual.parameters())
         self._adapted = any(isinstance(module, BaseTunerLayer) for module in lm.modules())
-        self.learns = len(self._learning) > 0
+        self.learns = self.is_trained()
         self.reads_again = self.learns or (reference is not None and reference.base_model.visual is not visual)
-        self.own: Reader = (id(lm), peft_adapters_on(lm) if self._adapted else ())
+        self.own = self._reads_as(lm)
         weight = lm.get_input_embeddings().weight
         # In halves, small shares would soon add nothing to a large sum.
         self.feature_dtype = torch.promote_types(weight.dtype, torch.float32) if self.learns else weight.dtype
 
-    def is_unfrozen(self) -> bool:
-        """Whether weights of the tower are trained now."""
-        return any(weight.requires_grad for weight in self._visual.parameters())
+    def is_trained(self) -> bool:
+        """Whether a weight is trained as things are now."""
+        return any(weight.requires_grad for weight in self._weights)
 
     def reader(self, lm: Any) -> Reader:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
         if lm.base_model.visual is self._visual and not self.learns:
             return self.own
+        return self._reads_as(lm)
+
+    def _reads_as(self, lm: Any) -> Reader:
         return id(lm), peft_adapters_on(lm) if self._adapted else ()
 
     def autocast(self) -> torch.autocast:
@@ -86,7 +89,7 @@ class Tower:
     @torch.no_grad()
     def fill(self, lm: Any, features: Features, wanted: Iterable[Shown]) -> None:
         """Makes features of prompts where they are missing, or of weights that have moved since; may be repeated."""
-        mark = hash((weights_mark(self._learning), FIXED_TILES.get()))  # a scoring pass may compute in tiles of its own
+        mark = hash((weights_mark(self._weights), FIXED_TILES.get()))  # a scoring pass may compute in tiles of its own
         if mark != features.mark:
             features.fresh.clear()
             features.mark = mark

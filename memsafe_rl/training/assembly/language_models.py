@@ -213,8 +213,7 @@ def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> I
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
-    video = getattr(facts.config, "video_token_id", None)
-    return ImagePromptReader(text, processor.image_processor, int(facts.config.image_token_id), video)
+    return ImagePromptReader(text, processor.image_processor, facts.config)
 
 
 def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> None:
