@@ -29,7 +29,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, Qwen3Config, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, T5Config, T5ForConditionalGeneration
 
 from benchmarks.forecast_error import beside
 from benchmarks.machine import describe_machine
@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "untied head": {"vocab_size": 2000, "tie_word_embeddings": False},
     "LoRA": {"vocab_size": 4000, "lora": 16},
     "many blocks": {"vocab_size": 500, "num_hidden_layers": 8},
+    "LoRA on 4 bits": {"vocab_size": 4000, "lora": 16, "4bit": True},
     "reference": {"vocab_size": 1000, "beta": 0.1},
     "activations kept": {"vocab_size": 1000, "num_hidden_layers": 3, "tokens": 96, "checkpointing": False},
     "T5": {"vocab_size": 2000, "t5": True},
@@ -115,6 +116,9 @@ def make_trainer(case: dict[str, Any], folder: Path, *, each: bool = True) -> GR
         fsdp="full_shard",
         alarms=False,
     )
+    if "4bit" in case:
+        stored = {"bnb_4bit_quant_storage": torch.bfloat16, "bnb_4bit_use_double_quant": False}
+        config.model_init_kwargs = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, **stored)}
     checkpointing = case.get("checkpointing", True)
     prompts = [f"{index:02d}".ljust(24, ".") for index in range(16)]
     return GRPOTrainer(

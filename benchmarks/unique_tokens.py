@@ -8,8 +8,9 @@ the conversation, or rewrite it: later turns see earlier ones without their thou
 layers, vocabulary 4,096, fp32) accumulates the gradient of all turns, in micro-batches of 4,096 tokens, in three ways:
 sequences padded, packed behind whole prompts only, and packed with all that they share run once; and then in
 micro-batches as long as the longest sequence, where the tree is walked depth first. Seconds are the processor's, of one
-thread, in turns; ratios are medians over neighbours. Bytes are the peak above weights and gradients, by an allocator
-that sees every allocation, beside that of the longest sequence alone.
+thread, in turns; ratios are medians over neighbours. "needed" is the share of products with weights that is left:
+blocks run for unique tokens, but the head for every completion token. Bytes are the peak above weights and gradients,
+by an allocator that sees every allocation, beside that of the longest sequence alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.prefix_tree import sort_by_tokens
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
-from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan
+from memsafe_rl.types import Denominators, LossSettings, Ragged, Trajectory, UpdatePlan, UpdateWork
 
 RESULTS = Path(__file__).parent / "results" / "unique_tokens.json"
 VOCABULARY = 4096
@@ -130,6 +131,14 @@ def peak_bytes(adapter: CausalLMAdapter, trajectory: Trajectory, plan: UpdatePla
     return memory.peak_bytes
 
 
+def needed_share(adapter: CausalLMAdapter, work: UpdateWork) -> float:
+    """Gives the products with weights that unique tokens need, beside those of all tokens, padding left out."""
+    sizes = {name: weight.numel() for name, weight in adapter.model.named_parameters()}
+    blocks = sum(size for name, size in sizes.items() if ".layers." in name)
+    head = sum(work.action_tokens) * sizes["model.embed_tokens.weight"]  # tied
+    return (work.packed_tokens * blocks + head) / (sum(work.row_tokens) * blocks + head)
+
+
 def compare(turns: int, *, rewrites: bool, repeats: int) -> dict[str, Any]:
     """Measures all ways of one shape."""
     adapter, trajectory = build_adapter(), build_rows(turns, rewrites=rewrites)
@@ -166,6 +175,7 @@ def compare(turns: int, *, rewrites: bool, repeats: int) -> dict[str, Any]:
         "rewrites": rewrites,
         "tokens": {"all": sum(work.row_tokens), "unique": work.packed_tokens, "longest": work.row_tokens[longest]},
         "run": tokens,
+        "needed": needed_share(adapter, work),
         "seconds": {name: statistics.median(each) for name, each in seconds.items()},
         "of_padded": ratios,
         "gradients": distances,
@@ -194,7 +204,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for turns, rewrites in track(shapes, "Measuring", transient=True)
     ]
     table = Table(
-        "template", "turns", "tokens", "unique", "time of padded", "packed", "walked", "bytes / longest", "gradient"
+        "template",
+        "turns",
+        "tokens",
+        "unique",
+        "needed",
+        "time of padded",
+        "packed",
+        "walked",
+        "bytes / longest",
+        "gradient",
     )
     for one in found:
         counts = one["tokens"]
@@ -203,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             str(one["turns"]),
             f"{counts['all']:,}",
             f"{counts['unique'] / counts['all']:.2f}",
+            f"{one['needed']:.2f}",
             f"{one['of_padded']['shared']:.2f}",
             f"{one['of_padded']['prompts']:.2f}",
             f"{one['of_padded']['walked']:.2f}",

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 
 from memsafe_rl.data.prompts import prompt_of
-from memsafe_rl.memory.simulated.workspaces import QUERIES
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, Probe
-from memsafe_rl.preflight.worst_rows import Step, steps_of
-from memsafe_rl.slices import attention_runs, cut_work, measure_slices, measure_sources, packing_saves, slice_tokens
+from memsafe_rl.preflight.worst_rows import PlannedStep, Step, largest_slices, planned, steps_of
+from memsafe_rl.slices import packing_saves
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
@@ -125,44 +124,24 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
 
 
 @dataclass(frozen=True)
-class _PlannedStep:
-    """An optimizer step, and what the policy would make of it."""
-
-    step: Step
-    plan: UpdatePlan
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """What a step may hold most of: bytes as the policy expects them, then sizes of its largest slices."""
-        work, tokens, packed = self.step.work, self.plan.micro_batch_tokens, self.plan.pack_prompts
-        slices = [] if work.geometry.unit is not None else cut_work(work, tokens, packed=packed)
-        # of those that meet the gradients of others
-        meeting = max((slice_tokens(work, rows, packed=packed) for rows in slices[1:]), default=0)
-        runs = [run for rows in slices for run in attention_runs(work, rows, packed=packed)]
-        padded = max((count * width for count, width in runs), default=0)
-        blocks = max((count * -(-width // QUERIES) for count, width in runs), default=0)
-        expected = self.plan.predicted_bytes.get(Phase.UPDATE, 0)
-        return expected, *_measured(work, tokens, packed=packed), meeting, padded, blocks
-
-
-@dataclass(frozen=True)
 class _Planned:
     """A rollout, and what the policy would make of it."""
 
     longest: Longest
     plan: RolloutPlan
-    steps: tuple[_PlannedStep, ...]
+    steps: tuple[PlannedStep, ...]
     scored: tuple[int, ...]  # tokens of its largest slices as they are scored
 
     @classmethod
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
-        policy, state = setup.memory_policy, setup.memory_state()
-        plan = served_by(setup.engine, policy.before_rollout(one.work, state))
-        steps = tuple(_PlannedStep(step, policy.before_update(step.work, state)) for step in one.steps)
-        return cls(one.longest, plan, steps, _measured(one.rows, plan.score_tokens, packed=packing_saves(one.rows)))
+        plan = served_by(setup.engine, setup.memory_policy.before_rollout(one.work, setup.memory_state()))
+        steps = tuple(planned(setup, one.steps))
+        return cls(
+            one.longest, plan, steps, largest_slices(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
+        )
 
     @property
-    def largest(self) -> _PlannedStep:
+    def largest(self) -> PlannedStep:
         """The step that the policy expects to hold most."""
         return max(self.steps, key=lambda step: step.sizes)
 
@@ -173,11 +152,6 @@ class _Planned:
             count = min(config.steps_per_rollout, count)
         others = self.steps if len(self.steps) < count else self.steps[1:]
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
-
-
-def _measured(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]:
-    """Measures the largest slices of some rows."""
-    return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
 
 
 def _sizes_in(phase: Phase) -> Callable[[_Planned], tuple[int, ...]]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, product
 from typing import NamedTuple
 
+from memsafe_rl.memory.planning.estimator import update_parts
+from memsafe_rl.memory.simulated.workspaces import QUERIES
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.slices import (
     Cursor,
+    attention_runs,
     companions,
     cut_groups,
     cut_trees,
     cut_work,
     measure_slices,
+    measure_sources,
     packing_saves,
     rows_of_step,
     slice_tokens,
@@ -30,14 +36,8 @@ _STEPS = 64
 
 
 def worst_step(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> Sequence[int]:
-    """Finds the optimizer step that the policy expects to hold most, or where it expects nothing, of large slices."""
-
-    def expected(step: Step) -> tuple[int, int, int]:
-        plan = setup.memory_policy.before_update(step.work, setup.memory_state())
-        slices = measure_slices(step.work, plan.micro_batch_tokens, packed=plan.pack_prompts)
-        return plan.predicted_bytes.get(Phase.UPDATE, 0), slices.tokens, slices.actions
-
-    return max(steps_of(setup, trajectory, rollout), key=expected).rows
+    """Finds the optimizer step that is expected to hold most, or where nothing is expected, of large slices."""
+    return max(planned(setup, steps_of(setup, trajectory, rollout)), key=lambda one: one.sizes).step.rows
 
 
 class Step(NamedTuple):
@@ -45,6 +45,49 @@ class Step(NamedTuple):
 
     rows: Sequence[int]  # this rank's rows of the rollout
     work: UpdateWork  # their shape
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """An optimizer step, and what the policy would make of it."""
+
+    step: Step
+    plan: UpdatePlan
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """What a step may hold most of: bytes, as the policy and each slice let expect, then sizes of its slices."""
+        work, tokens, packed = self.step.work, self.plan.micro_batch_tokens, self.plan.pack_prompts
+        slices = [] if work.geometry.unit is not None else cut_work(work, tokens, packed=packed)
+        held = max((self._bytes_of(rows, meets=place > 0) for place, rows in enumerate(slices)), default=0)
+        # of those that meet the gradients of others
+        meeting = max((slice_tokens(work, rows, packed=packed) for rows in slices[1:]), default=0)
+        runs = [run for rows in slices for run in attention_runs(work, rows, packed=packed)]
+        padded = max((count * width for count, width in runs), default=0)
+        blocks = max((count * -(-width // QUERIES) for count, width in runs), default=0)
+        expected = self.plan.predicted_bytes.get(Phase.UPDATE, 0)
+        return expected, held, *largest_slices(work, tokens, packed=packed), meeting, padded, blocks
+
+    def _bytes_of(self, rows: Sequence[int], *, meets: bool) -> int:
+        """Estimates what a slice holds, alone or beside the gradients of others.
+
+        The policy's own estimate joins a step's most tokens to its most completion tokens, which may be in two slices.
+        """
+        work, packed = self.step.work, self.plan.pack_prompts
+        tokens, actions = slice_tokens(work, rows, packed=packed), sum(work.action_tokens[row] for row in rows)
+        alone = UpdateWork((max(tokens, actions),), (actions,), work.geometry, gradients_aside=int(meets))
+        return sum(update_parts(alone, self.plan).values())
+
+
+def planned(setup: TrainingSetup, steps: Sequence[Step]) -> list[PlannedStep]:
+    """Asks the policy for the plan of each step."""
+    state = setup.memory_state()
+    return [PlannedStep(step, setup.memory_policy.before_update(step.work, state)) for step in steps]
+
+
+def largest_slices(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int, ...]:
+    """Measures the largest slices of some rows."""
+    return measure_sources(work, budget)[:-1] if work.sources else measure_slices(work, budget, packed=packed)[:2]
 
 
 def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:

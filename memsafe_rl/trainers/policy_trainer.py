@@ -448,13 +448,19 @@ class PolicyTrainer:
         """Says what the run's folder holds of the run besides its settings."""
         return {
             "facts": self._facts(),
-            "data": " ".join(str(self.train_dataset).split()),
+            "data": _rows_and_columns(self.train_dataset),
             "rollout_rows": self.args.rollout_rows,
             "forecast": None if self.forecast is None else self.forecast.plain(),
         }
 
     def _facts(self) -> dict[str, str]:
         return {**facts_of(self.setup), **({} if self.forecast is None else self.forecast.facts())}
+
+
+def _rows_and_columns(dataset: Any) -> str:
+    """Says what a dataset holds, for a model card."""
+    rows = f"{len(dataset):,} rows" if isinstance(dataset, Dataset) else "a stream"
+    return f"{rows}: {', '.join(getattr(dataset, 'column_names', None) or ())}".rstrip(": ")
 
 
 def _check_before_training(loop: TrainingLoop) -> None:

@@ -493,7 +493,7 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
         "base_model: model",
         "| rewards | varied |",
         "| optimizer steps | 1 |",
-        "num_rows: 4",
+        "| data | 4 rows: prompt, answer |",
         "| peak memory |",
     ):
         assert fact in card

@@ -13,7 +13,9 @@ from memsafe_rl import AdaptivePolicy, FixedPolicy, GRPOTrainer, RolloutPlan, Up
 from memsafe_rl.preflight import own_rollouts as own_rollouts_module
 from memsafe_rl.preflight.own_rollouts import candidates, own_rollouts, worst_trials
 from memsafe_rl.preflight.worst_case import Longest, find_longest
-from memsafe_rl.types import Phase
+from memsafe_rl.preflight.worst_rows import PlannedStep, Step
+from memsafe_rl.slices import cut_work
+from memsafe_rl.types import Phase, UpdateWork
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -161,6 +163,21 @@ def test_of_steps_of_as_many_tokens_that_one_is_tried_whose_attention_copies_mos
     setup = setup_of(folder, (60, 20, 5, 40, 40, 5), policy, max_steps=2, shuffle_dataset=False)
     trials = worst_trials(setup, candidates(setup, find_longest(setup)), grows=False)
     assert {one.longest.rollout: len(one.steps) for one in trials} == {0: 0, 1: 1}
+
+
+def test_a_step_whose_most_completions_meet_gradients_is_expected_to_hold_most(folder: Path) -> None:
+    """Both are cut into 7 completions (383 tokens in all) and 9 (380); in the first one the 9 come second."""
+    geometry, plan = setup_of(folder).adapter.geometry, UpdatePlan(micro_batch_tokens=384, pack_prompts=True)
+
+    def step(**rows_of_prompt: int) -> PlannedStep:
+        prompts = [int(name[1:]) for name, rows in rows_of_prompt.items() for _ in range(rows)]
+        work = UpdateWork(tuple(one + 33 for one in prompts), (33,) * len(prompts), geometry, tuple(prompts))
+        return PlannedStep(Step(range(len(prompts)), work), plan)
+
+    meeting, alone = step(p74=5, p78=2, p60=5, p23=4), step(p60=5, p78=4, p74=3, p23=4)
+    assert [len(rows) for rows in cut_work(meeting.step.work, 384, packed=True)] == [7, 9]
+    assert [len(rows) for rows in cut_work(alone.step.work, 384, packed=True)] == [9, 7]
+    assert meeting.sizes > alone.sizes
 
 
 @pytest.mark.parametrize(("tile", "scored"), [(4096, {0, 1}), (512, {0})])

@@ -9,6 +9,7 @@ unit per block and one for the rest, the root:
 - a backward keeps a block's whole weights and the buffer of the block before it, which is fetched ahead;
 - a block's whole gradients wait for its end, and the flat copy that is then reduced for the next block's end; where
   they are added up once a step, all whole gradients wait for that, which goes unit by unit;
+- buffers, such as the scales of a base in 4 bits, are whole on every rank;
 - the root's whole weights stay from the first forward to the end of the backward; then its whole gradients are reduced.
 
 ZeRO-3 is taken to gather alike. Rollouts hold the whole weights, as TRL's do (``ds3_gather_for_generation``,
@@ -84,6 +85,9 @@ class Gathering:
         self._held: dict[str, Tensor] = {}
         self._whole: dict[str, _Unit] | None = None  # units whose gradients wait to be added up; None: none has to
         self._units: list[_Unit] = []
+        buffers = sum(buffer.nbytes for network in networks for buffer in network.buffers())
+        with charge(Component.WEIGHTS):  # of which the ledger counts one rank's part
+            self._buffers = torch.empty((ranks - 1) * buffers, dtype=torch.uint8)
         self._network_bytes = [_bytes_of(network.parameters()) for network in networks]
         self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
         self._roots = [self._divide(network) for network in networks]

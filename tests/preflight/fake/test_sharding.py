@@ -126,6 +126,18 @@ def test_what_is_gathered_is_laid_down_when_it_is_there() -> None:
         stop_listening(gathering)
 
 
+def test_buffers_are_whole_on_every_rank() -> None:
+    network = _Two()
+    with SimulatedMemory(exact=False) as memory:
+        memory.ledger.divide({Component.WEIGHTS: 3})
+        with charge(Component.WEIGHTS):
+            network.register_buffer("scales", torch.empty(30))
+        assert memory.live_bytes == 40
+        gathering = Gathering([network], 3)
+        assert memory.live_bytes == 120
+        del gathering
+
+
 class TestOfARun:
     """Forecasts of one rank."""
 
