@@ -363,7 +363,7 @@ def overlong_message(longest: int, reader: PromptReader, count: int, where: str 
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)  # True is no token
 
 
 @contextmanager

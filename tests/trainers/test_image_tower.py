@@ -86,13 +86,14 @@ def test_a_step_has_the_gradient_of_forwards_on_pixels(
     assert relative(found, wanted) < 1e-12
 
 
-@pytest.mark.parametrize("learns", [False, True])
-def test_gradients_of_a_half_precision_network_gather_in_float32(tmp_path: Path, learns: bool) -> None:
-    model = learner(dtype=torch.bfloat16)
+@pytest.mark.parametrize(("learns", "autocast"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_a_half_precision_network_gather_in_float32(tmp_path: Path, learns: bool, autocast: bool) -> None:
+    model = learner(dtype=torch.float32 if autocast else torch.bfloat16)
     model.model.visual.requires_grad_(learns)
-    trainer = made(tmp_path, model, max_steps=1)
+    trainer = made(tmp_path, model, max_steps=1, bf16=autocast)
     trainer.train()
-    assert [one.values.dtype for one in features_of(trainer)] == [torch.float32 if learns else torch.bfloat16]
+    wanted = torch.float32 if learns or autocast else torch.bfloat16
+    assert [one.values.dtype for one in features_of(trainer)] == [wanted]
 
 
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
