@@ -161,6 +161,17 @@ def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> No
     assert found == [False] + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
 
 
+def test_rows_have_their_own_images_read_and_no_others(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner())
+    trainer.loop.begin(None)
+    adapter, trajectory = trainer.setup.adapter, trainer.loop.collect().trajectory
+    features_of(trainer)[0].fresh.clear()
+    found = passes_of(trainer)
+    for prompt, runs in ((0, 1), (0, 1), (2, 1), (3, 2)):  # the third shows no image
+        adapter.inputs.make_ready(adapter.lm, trajectory, range(prompt * GROUP, (prompt + 1) * GROUP))
+        assert len(found) == runs
+
+
 def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) -> None:
     trainer = made(tmp_path, small(), max_steps=2, num_iterations=2)
     found = passes_of(trainer)
