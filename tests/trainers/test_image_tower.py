@@ -96,6 +96,17 @@ def test_gradients_of_a_half_precision_network_gather_in_float32(tmp_path: Path,
     assert [one.values.dtype for one in features_of(trainer)] == [wanted]
 
 
+def test_features_of_an_autocast_run_are_those_of_a_forward_under_autocast(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner(), bf16=True)
+    trainer.loop.begin(None)
+    trainer.loop.collect()
+    read = processor().image_processor(images=shown()[0]["images"], return_tensors="pt")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        own_ND = trainer.model.model.get_image_features(read["pixel_values"], read["image_grid_thw"]).pooler_output[0]
+    found_FD = features_of(trainer)[0].values
+    assert torch.equal(found_FD[1 : 1 + len(own_ND)], own_ND.float())
+
+
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
     found, runs = [], []
     for place, policy in enumerate((cut(40), cut(40, checkpointing=True))):
