@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from memsafe_rl import ConfigError, GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
-from tests.images import FAMILIES, IMAGE, VIDEO, processor, rows, small
+from tests.images import FAMILIES, IMAGE, VIDEO, picture, processor, rows, small
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
 from tests.trainers.test_images import GROUP, make, own_logits, pay
@@ -170,6 +170,19 @@ def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> No
     found = passes_of(later)
     later.train()
     assert found == [False] + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_a_table_that_grows_keeps_what_is_read(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner())
+    trainer.loop.begin(None)
+    trainer.loop.collect()
+    known = features_of(trainer)[0]
+    fresh, found = set(known.fresh), passes_of(trainer)
+    trainer.setup.models.reader([shown()[0], {**shown()[0], "images": [picture(24, 24, 9)]}])
+    grown = features_of(trainer)[0]
+    assert found == [False]
+    assert known.fresh == fresh < grown.fresh
+    assert torch.equal(grown.values[: len(known.values)], known.values)
 
 
 def test_rows_have_their_own_images_read_and_no_others(tmp_path: Path) -> None:
