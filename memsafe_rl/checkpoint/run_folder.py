@@ -117,7 +117,7 @@ def check_earlier(path: Path, *, overwrite: bool) -> None:
         raise refusal("output_dir/earlier", path=str(path), told=told, way=way, previous=PREVIOUS)
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, told: str = "output_dir") -> None:
     """Proves that a folder can be made and written."""
     probe = path / f".probe-{os.getpid()}"
     try:
@@ -128,11 +128,11 @@ def check_writable(path: Path) -> None:
         for folder in made:  # the run makes them again when it trains
             folder.rmdir()
     except (OSError, ValueError) as error:  # a name with a null character is a ValueError
-        raise _unwritable(path, error) from error
+        raise _unwritable(path, error, told) from error
 
 
-def _unwritable(path: Path, error: Exception) -> MemsafeError:
-    return refusal("output_dir/written", path=str(path), reason=error.args[-1])
+def _unwritable(path: Path, error: Exception, told: str = "output_dir") -> MemsafeError:
+    return refusal("output_dir/written", told=told, path=str(path), reason=error.args[-1])
 
 
 def _lock(path: Path, *, wait_seconds: float = 0) -> BaseFileLock:
@@ -242,7 +242,7 @@ def save_weights(
     ``held`` is this run's own folder, if it trains. ``replace`` is for weights in a folder that is no run's, which are
     moved aside otherwise; ``overwrite`` moves another run's weights aside, which are refused otherwise.
     """
-    check_writable(path)
+    check_writable(path, "save_model's folder")
     here = held is not None and held.path.resolve() == path.resolve() and still_ours(path, held.mark.run_id)
     training = here and held is not None and held.lock.is_locked
     fresh = not path.exists()

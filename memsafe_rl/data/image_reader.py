@@ -43,7 +43,7 @@ class ImagePromptReader(PromptReader):
         self.limit, self.why_limited = text.limit, text.why_limited
         text.limit, text.shows_images = None, True
         self._text, self._image_processor, self._config = text, image_processor, config
-        self._family = FAMILIES[config.model_type]
+        self._family, self._video = FAMILIES[config.model_type], getattr(config, "video_token_id", None)
         self._placeholder = int(getattr(config, self._family.stands))
         if self._family.spelled is not None:
             text.spelled = partial(self._family.spelled, text.tokenizer, config)
@@ -98,6 +98,7 @@ class ImagePromptReader(PromptReader):
 
     def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""
+        unusable.when(self._video in row, "images/video")
         if row.count(self._placeholder) != len(sizes):
             raise unusable("images/template", found=row.count(self._placeholder), count=len(sizes))
         if not sizes:

@@ -291,7 +291,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
             raise unusable("dataset/keys", name=name, index=index, own=own, first=first)
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:  # the last of a list of images that holds None
         reason = " ".join(str(error).split())
         raise unusable("dataset/values", name=name, reason=reason) from error
 
@@ -369,7 +369,7 @@ def overlong_message(longest: int, reader: PromptReader, count: int, where: str 
 
 
 def _is_tokens(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)  # True is no token
 
 
 @contextmanager
@@ -417,6 +417,9 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
     """Gives the images of a row's columns, as they are stored."""
     several = row.get("images")
     if several is not None:
+        unusable.when(
+            not isinstance(several, (list, tuple)) or any(one is None for one in several), "images/list", images=several
+        )
         return list(several)
     return [] if row.get("image") is None else [row["image"]]
 
@@ -424,6 +427,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
 def with_images(prompt: Any, images: Sequence[Any]) -> Any:
     """Puts images into the messages of a prompt: into their placeholders, else before the first text of the user."""
     unusable.when(not is_chat(prompt), "images/chat", prompt=prompt, count=len(images))
+    unusable.when(not prompt, "prompt/chat")
     turns = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
     if not any(_waits(part) for turn in turns for part in turn["content"]):
         first = next((turn for turn in turns if turn.get("role") == "user"), turns[0])

@@ -56,6 +56,13 @@ class TestWeightsThatAreSaved:
         assert (tmp_path / "previous" / first / "model.safetensors").read_bytes() == before
         assert torch.equal(model_in(tmp_path), weights(other))
 
+    def test_a_folder_that_cannot_be_written_is_not_called_output_dir(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(
+            ConfigError, match=r"^save_model's folder is .*file/x.* Set save_model's folder to a folder"
+        ):
+            make_trainer(tmp_path / "run").save_model(tmp_path / "file" / "x")
+
     def test_its_own_are_replaced(self, tmp_path: Path) -> None:
         for folder in (None, tmp_path / "final"):
             trainer = make_trainer(tmp_path / "run", overwrite_output_dir=True)

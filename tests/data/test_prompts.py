@@ -96,6 +96,7 @@ def test_long_prompts_are_refused_filtered_or_cut_on_the_left() -> None:
     [
         ([], "^train_dataset is empty"),
         (["a", ""], r"^train_dataset\[1\]: prompt '' has no tokens. Remove"),
+        ([[True, False]], r"^train_dataset\[0\]: prompt \[True, False\] is neither text nor a list of messages"),
         (["a", "b", None], r"^train_dataset\[2\]: prompt None is neither text nor a list of messages"),
         ([*["a"] * 600, ""], r"^train_dataset\[600\]: prompt '' has no tokens"),
         ([talk("a"), []], r"^train_dataset\[1\]: prompt \[\] is a conversation without messages"),

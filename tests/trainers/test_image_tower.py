@@ -11,8 +11,20 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from memsafe_rl import GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
-from tests.images import FAMILIES, SQUARES, TWO_WAY, blocks_of, in_tower, never_drawn, processor, rows, small, tower_of
+from memsafe_rl import ConfigError, GRPOTrainer, PPOConfig, PPOTrainer, RLOOTrainer, SimulatedMemory
+from tests.images import (
+    FAMILIES,
+    SQUARES,
+    TWO_WAY,
+    blocks_of,
+    in_tower,
+    never_drawn,
+    picture,
+    processor,
+    rows,
+    small,
+    tower_of,
+)
 from tests.models.language.test_packing import InDouble
 from tests.trainers.helpers import cut, gradient_of, relative, weights
 from tests.trainers.test_images import GROUP, family_of, make, own_logits, pay
@@ -69,7 +81,7 @@ def made(tmp_path: Path, model: Any, **more: Any) -> Any:
 
 
 @pytest.mark.slow_after(4)
-@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3)])
+@pytest.mark.parametrize(("beta", "steps"), [(0.0, 1), (0.5, 1), (0.5, 2), (0.0, 3), (0.5, 3)])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cut_as", CUTS)
 def test_a_step_has_the_gradient_of_forwards_on_pixels(
@@ -89,9 +101,35 @@ def test_a_step_has_the_gradient_of_forwards_on_pixels(
     assert relative(found, wanted) < 1e-12
 
 
+@pytest.mark.parametrize(("learns", "autocast"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_a_half_precision_network_gather_in_float32(tmp_path: Path, learns: bool, autocast: bool) -> None:
+    model = learner(dtype=torch.float32 if autocast else torch.bfloat16)
+    model.model.visual.requires_grad_(learns)
+    trainer = made(tmp_path, model, max_steps=1, bf16=autocast)
+    trainer.train()
+    wanted = torch.float32 if learns or autocast else torch.bfloat16
+    assert [one.values.dtype for one in features_of(trainer)] == [wanted]
+
+
+def test_features_of_an_autocast_run_are_those_of_a_forward_under_autocast(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner(), bf16=True)
+    trainer.loop.begin(None)
+    trainer.loop.collect()
+    read = processor().image_processor(images=shown()[0]["images"], return_tensors="pt")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        own_ND = trainer.model.model.get_image_features(read["pixel_values"], read["image_grid_thw"]).pooler_output[0]
+    found_FD = features_of(trainer)[0].values
+    assert torch.equal(found_FD[1 : 1 + len(own_ND)], own_ND.float())
+
+
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
-    start, policies = learner(), [cut(40), cut(40, checkpointing=True)]
-    found = [gradient_of(made(tmp_path / str(place), start, policy=one)) for place, one in enumerate(policies)]
+    found, runs = [], []
+    for place, policy in enumerate((cut(40), cut(40, checkpointing=True))):
+        trainer = made(tmp_path / str(place), learner(), policy=policy)
+        norm, known = trainer.model.model.visual.blocks[0].norm1, len(runs)
+        norm.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
+        found.append(gradient_of(trainer))
+        assert sum(runs[known:]) == 3 + 3 * place
     assert torch.equal(*found)
 
 
@@ -107,6 +145,21 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
         logits_TV[:, never_drawn(family_of(moved))] = -torch.inf
         own = logits_TV.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
+
+
+def test_a_step_reads_with_weights_that_moved_since_the_rollout(tmp_path: Path) -> None:
+    start = learner()
+
+    def moving(completions: list[Any], **columns: Any) -> list[float]:
+        with torch.no_grad():
+            for weight in trainer.model.model.visual.parameters():
+                weight.mul_(1.1)
+        return pay(completions, **columns)
+
+    trainer = made(tmp_path, start, reward_funcs=moving)
+    found = gradient_of(trainer)
+    wanted = naive_gradient(copy.deepcopy(trainer.model), shown(), trainer, start, 0.0)
+    assert relative(found, wanted) < 1e-6
 
 
 def passes_of(trainer: Any) -> list[bool]:
@@ -127,10 +180,35 @@ def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> No
     trainer.train()
     assert found == [False] + 2 * ([False] * 3 + [True] * 3)  # the check at start; then in each rollout
     assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]
+    assert not features_of(trainer)[0].learnt  # else the next step's backward would run for these as well
     later = made(tmp_path / "b", learner(), max_steps=2, num_iterations=2)
     found = passes_of(later)
     later.train()
     assert found == [False] + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
+
+
+def test_a_table_that_grows_keeps_what_is_read(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner())
+    trainer.loop.begin(None)
+    trainer.loop.collect()
+    known = features_of(trainer)[0]
+    fresh, found = set(known.fresh), passes_of(trainer)
+    trainer.setup.models.reader([shown()[0], {**shown()[0], "images": [picture(24, 24, 9)]}])
+    grown = features_of(trainer)[0]
+    assert found == [False]
+    assert known.fresh == fresh < grown.fresh
+    assert torch.equal(grown.values[: len(known.values)], known.values)
+
+
+def test_rows_have_their_own_images_read_and_no_others(tmp_path: Path) -> None:
+    trainer = made(tmp_path, learner())
+    trainer.loop.begin(None)
+    adapter, trajectory = trainer.setup.adapter, trainer.loop.collect().trajectory
+    features_of(trainer)[0].fresh.clear()
+    found = passes_of(trainer)
+    for prompt, runs in ((0, 1), (0, 1), (2, 1), (3, 2)):  # the third shows no image
+        adapter.inputs.make_ready(adapter.lm, trajectory, range(prompt * GROUP, (prompt + 1) * GROUP))
+        assert len(found) == runs
 
 
 def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) -> None:
@@ -175,12 +253,19 @@ def test_an_allocation_that_fails_anywhere_leaves_no_trace(tmp_path: Path, famil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, family: str) -> None:
-    whole = made(tmp_path / "whole", learner(family), **STEPS)
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        *((family, {}) for family in FAMILIES),
+        (FAMILIES[0], {"batch_invariant": True}),
+        (FAMILIES[0], {"top_entropy_quantile": 0.5}),
+    ],
+)
+def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, family: str, more: dict[str, Any]) -> None:
+    whole = made(tmp_path / "whole", learner(family), **STEPS, **more)
     whole.train()
     for stop in (1, 2):
-        kept = {"save_strategy": "steps", "save_steps": 1}
+        kept = {"save_strategy": "steps", "save_steps": 1, **more}
         made(tmp_path / str(stop), learner(family), **{**STEPS, **kept, "max_steps": stop}).train()
         second = made(tmp_path / str(stop), learner(family), **STEPS, **kept)
         second.train(resume_from_checkpoint=True)
@@ -212,6 +297,25 @@ def lora(**more: Any) -> LoraConfig:
     return LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **more)
 
 
+def partly_whole(family: str) -> LoraConfig:
+    saved = "connector" if family in SQUARES else "multi_modal_projector" if family == TWO_WAY else "merger"
+    return LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved], init_lora_weights=False)
+
+
+def test_a_tower_is_frozen_or_not_when_a_trainer_is_made(tmp_path: Path) -> None:
+    trainer = made(tmp_path / "a", learner(), max_steps=1)
+    trainer.model.model.visual.requires_grad_(False)
+    before = trainer.model.model.visual.merger.mlp[0].weight.clone()
+    trainer.train()
+    assert torch.equal(trainer.model.model.visual.merger.mlp[0].weight, before)
+    trainer = made(tmp_path / "b", small(), max_steps=1)
+    trainer.model.requires_grad_(True)
+    with pytest.raises(
+        ConfigError, match=r"tower was unfrozen after the trainer was made.* Call requires_grad_\(True\)"
+    ):
+        trainer.train()
+
+
 @pytest.mark.slow_after(2)
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("cut_as", ["row by row", "packed, behind trunks"])
@@ -220,14 +324,12 @@ def lora(**more: Any) -> LoraConfig:
 def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
     tmp_path: Path, family: str, where: str, cut_as: str, steps: int
 ) -> None:
-    saved = "connector" if family in SQUARES else "multi_modal_projector" if family == TWO_WAY else "merger"
-    whole = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved])
     with InDouble():
         start = learner(family, torch.float64)
         trainer = made(
             tmp_path,
             start,
-            peft_config=lora() if where == "all-linear" else whole,
+            peft_config=lora() if where == "all-linear" else partly_whole(family),
             policy=cut(**CUTS[cut_as]),
             beta=0.5,
             num_iterations=2,
@@ -244,7 +346,9 @@ def test_an_adapter_in_the_tower_learns_beside_a_reference_without_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", UNLIKE)
-def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
+def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, family: str, where: str) -> None:
+    """A critic's adapter has no whole modules, so that the second tower does not learn from values."""
     found = []
     config = PPOConfig(
         str(tmp_path),
@@ -259,7 +363,11 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, fami
         shuffle_dataset=False,
     )
     for policy in (cut(8192), cut(30, pack_prompts=True), cut(1)):
-        more = {"peft_config": lora(), "critic": "adapter", "memory_policy": policy}
+        more = {
+            "peft_config": lora() if where == "all-linear" else partly_whole(family),
+            "critic": "adapter",
+            "memory_policy": policy,
+        }
         more["processing_class"] = processor(family)
         with InDouble():
             torch.manual_seed(0)
@@ -270,7 +378,7 @@ def test_a_second_adapter_as_critic_has_features_of_its_own(tmp_path: Path, fami
             found.append(gradient_of(trainer))
         gradients = {name: w.grad for name, w in trainer.model.named_parameters() if w.grad is not None}
         critic = [grad for name, grad in gradients.items() if ".critic." in name and in_tower(name)]
-        assert critic
+        assert bool(critic) is (where == "all-linear")
         assert all(grad.norm() > 0 for grad in critic)
     assert relative(found[1], found[0]) < 1e-12
     assert relative(found[2], found[0]) < 1e-12
@@ -317,14 +425,32 @@ def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+def test_dropout_of_the_tower_is_off_wherever_it_runs(tmp_path: Path) -> None:
+    found = []
+    for dropout in (0.0, 0.5):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=2, target_modules=r".*visual\..*fc\d", init_lora_weights=False, lora_dropout=dropout)
+        trainer = made(tmp_path, learner(), peft_config=adapter, disable_dropout=False, num_iterations=2, max_steps=2)
+        found.append(gradient_of(trainer, 2))
+    assert found[0].norm() > 0
+    assert torch.equal(*found)
+
+
 def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> None:
     trainer = made(tmp_path / "a", learner(), max_steps=1)
     trainer.train()
-    found = trainer.evaluate(shown())
-    other = made(tmp_path / "b", trainer.model, max_steps=1).evaluate(shown())
-    assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
-        name: other[name] for name in ("eval_reward", "eval_loss")
-    }
+    rewards = set()
+    for round_ in range(2):  # of which the second has known prompts
+        with torch.no_grad():
+            for weight in trainer.model.model.visual.parameters():
+                weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) * round_)
+        found = trainer.evaluate(shown())
+        other = made(tmp_path / str(round_), trainer.model, max_steps=1).evaluate(shown())
+        assert {name: found[name] for name in ("eval_reward", "eval_loss")} == {
+            name: other[name] for name in ("eval_reward", "eval_loss")
+        }
+        rewards.add(found["eval_reward"])
+    assert len(rewards) == 2
 
 
 @pytest.mark.slow_after(2)

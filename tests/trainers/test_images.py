@@ -15,7 +15,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from examples import count_squares
 from memsafe_rl import ConfigError, DataError, GRPOConfig, PPOConfig, PPOTrainer, SimulatedMemory
-from memsafe_rl.data.prompts import with_images
+from memsafe_rl.data.prompts import images_of, with_images
 from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey
@@ -377,11 +377,33 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ("w1", r"train_dataset\[0\]: .* is no conversation"),
         ([{"role": "user", "content": [{"type": "image"}] * 2}], r"has 2 image placeholder\(s\) and its row 1 image"),
         ([{"role": "user", "content": "<|image_pad|>"}], r"writes 2 image token\(s\) into a prompt of 1 image"),
+        (
+            [{"role": "user", "content": "<|video_pad|>"}],
+            r"train_dataset\[0\]: .* videos are not read yet",
+        ),
+        ([], r"prompt \[\] is a conversation without messages"),
     ],
 )
 def test_a_prompt_whose_images_are_miscounted_is_refused(prompt: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         make(tmp_path, train_dataset=[{"prompt": prompt, "image": picture(8, 8)}])
+
+
+@pytest.mark.parametrize("images", [picture(8, 8), [picture(8, 8), None]])
+def test_a_column_of_images_holds_lists(images: Any, tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "w1"}], "goal": 1}
+    with pytest.raises(DataError, match=r"no list of images\. Give a list without|differ in kind .* one kind"):
+        make(tmp_path, train_dataset=[{**row, "images": images}])
+    with pytest.raises(DataError, match=r"no list of images\. Give a list without None"):
+        with_images(row["prompt"], images_of({**row, "images": images}))
+
+
+@pytest.mark.parametrize(("size", "known"), [("patch_size", 4), ("merge_size", 2), ("temporal_patch_size", 2)])
+def test_a_processor_of_another_tower_is_refused(size: str, known: int, tmp_path: Path) -> None:
+    other = processor()
+    setattr(other.image_processor, size, 1)
+    with pytest.raises(ConfigError, match=rf"has {size}=1, .*{size}={known}: .* Pass the model's own processor"):
+        make(tmp_path, processing_class=other)
 
 
 def test_messages_are_trls() -> None:

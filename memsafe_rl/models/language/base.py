@@ -129,7 +129,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @abstractmethod
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
-        """Gives the hidden states (M, D) from which the actions of rows are predicted."""
+        """Gives the hidden states (M, D) from which the actions of rows are predicted, in the adapter's numerics."""
 
     @contextmanager
     def numerics(self, *, invariant: bool = False) -> Iterator[None]:
@@ -233,7 +233,8 @@ class LanguageAdapter(ModelAdapter, ABC):
             if self.path.route is Route.WHOLE and not packed:
                 logits_MV = self.row_logits(self.lm, trajectory, rows)
                 return TokenDistribution(logits_MV, tokens_M, lengths, given_logits, FIXED_TILES.get())
-            hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
+        hidden_MD = self._hidden_states(trajectory, rows, packed=packed)
+        with self.numerics():
             return TokenDistribution(hidden_MD, tokens_M, lengths, self._head(), FIXED_TILES.get())
 
     def decode_plainly(

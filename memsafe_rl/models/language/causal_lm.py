@@ -129,21 +129,23 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Gives the hidden states (M, D) from which the actions of rows are predicted."""
-        self.inputs.make_ready(self.lm, trajectory, rows)
-        if packed:  # behind one copy of each prompt
-            # What was read with another PEFT adapter, such as a critic's, is read anew.
-            trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
-            images = dict(zip(rows, self._images(trajectory, rows), strict=True))
-            laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, trunks, images)
-            own = [self._packed_states(laid)] if laid.ids.numel() else []  # rows may have nothing behind a trunk
-            hidden_ND = torch.cat([*(trunk.states() for trunk in trunks), *own])
-            return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
-        prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
-        ids_BL, row_lengths = trajectory.token_rows(rows, self.pad_token_id, self.device), trajectory.row_lengths(rows)
-        if self.routers is not None:
-            self.routers.row_lengths = row_lengths
-        hidden_BLD = self._trunk(ids_BL, row_lengths, self._images(trajectory, rows))
-        return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
+        self.inputs.make_ready(self.lm, trajectory, rows)  # in the numerics in which prompts are read
+        with self.numerics():
+            if packed:  # behind one copy of each prompt
+                # What was read with another PEFT adapter, such as a critic's, is read anew.
+                trunks = [trunk for trunk in self._trunks if trunk.reader == self._reader]
+                images = dict(zip(rows, self._images(trajectory, rows), strict=True))
+                laid = pack_rows(trajectory, rows, self.geometry.windows, self.device, trunks, images)
+                own = [self._packed_states(laid)] if laid.ids.numel() else []  # rows may have nothing behind a trunk
+                hidden_ND = torch.cat([*(trunk.states() for trunk in trunks), *own])
+                return hidden_ND.index_select(0, laid.places.to(hidden_ND.device))
+            prompts, lengths = trajectory.condition_lengths(rows), trajectory.action_lengths(rows)
+            ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
+            row_lengths = trajectory.row_lengths(rows)
+            if self.routers is not None:
+                self.routers.row_lengths = row_lengths
+            hidden_BLD = self._trunk(ids_BL, row_lengths, self._images(trajectory, rows))
+            return predicting_states(hidden_BLD, [prompt - 1 for prompt in prompts], lengths)
 
     def learning(self, forward: Context) -> AbstractContextManager[None]:
         """Gathers the gradients of what rows read besides their tokens."""

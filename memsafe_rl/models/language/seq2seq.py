@@ -89,6 +89,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._read: _Read | None = None
         self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
 
+    @in_its_numerics
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:  # noqa: ARG002
         """Gives the hidden states (M, D) from which the actions of rows are predicted.
 

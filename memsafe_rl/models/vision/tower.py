@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.module_state import eval_mode, peft_adapters_on, weights_mark
 from memsafe_rl.models.vision.families import Images, VisionFamily
+from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 
 Reader = tuple[int, tuple[str, ...]]
 """A network, by its id, and the PEFT adapters under which its tower reads."""
@@ -45,7 +46,7 @@ class Features:
     """What a tower made of the prompts of a table."""
 
     values: Tensor  # (F, levels * D); while an optimizer step accumulates, a leaf at which gradients gather
-    mark: int = 0  # of the weights that made those which are fresh
+    mark: int = 0  # of the weights that made those which are fresh, and of how they were computed
     fresh: set[int] = field(default_factory=set)  # first rows of prompts whose features are those of the weights now
     learnt: dict[int, Shown] = field(default_factory=dict)  # by first row, prompts that rows of the step have read
 
@@ -57,20 +58,26 @@ class Tower:
         """Names a network, the type of its autocast, and the frozen copy that answers for the reference."""
         self._family, self._lm, self._dtype = family, lm, dtype
         self._modules = family.modules_of(lm)
-        weights = nn.ModuleList(self._modules).parameters()
-        self._learning = nn.ParameterList(weight for weight in weights if weight.requires_grad)
+        self._weights = nn.ParameterList(nn.ModuleList(self._modules).parameters())
         self._adapted = any(isinstance(module, BaseTunerLayer) for module in lm.modules())
-        self.learns = len(self._learning) > 0
+        self.learns = self.is_trained()
         self.reads_again = self.learns or (reference is not None and not self._shares(reference))
-        self.own: Reader = (id(lm), peft_adapters_on(lm) if self._adapted else ())
+        self.own = self._reads_as(lm)
         weight = lm.get_input_embeddings().weight
         # In halves, small shares would soon add nothing to a large sum.
         self.feature_dtype = torch.promote_types(weight.dtype, torch.float32) if self.learns else weight.dtype
+
+    def is_trained(self) -> bool:
+        """Whether a weight is trained as things are now."""
+        return any(weight.requires_grad for weight in self._weights)
 
     def reader(self, lm: Any) -> Reader:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
         if not self.learns and self._shares(lm):
             return self.own
+        return self._reads_as(lm)
+
+    def _reads_as(self, lm: Any) -> Reader:
         return id(lm), peft_adapters_on(lm) if self._adapted else ()
 
     def _shares(self, lm: Any) -> bool:
@@ -85,7 +92,7 @@ class Tower:
     @torch.no_grad()
     def fill(self, lm: Any, features: Features, wanted: Iterable[Shown]) -> None:
         """Makes features of prompts where they are missing, or of weights that have moved since; may be repeated."""
-        mark = weights_mark(self._learning)
+        mark = hash((weights_mark(self._weights), FIXED_TILES.get()))  # a scoring pass may compute in tiles of its own
         if mark != features.mark:
             features.fresh.clear()
             features.mark = mark
@@ -106,6 +113,8 @@ class Tower:
             for prompt, rows in features.learnt.values():
                 with forward():
                     made_ND = self._made(self._lm, prompt)
+                if not made_ND.requires_grad:  # as under a critic's adapter that leaves the tower out
+                    return
                 torch.autograd.backward(made_ND, gradient[rows].to(made_ND.dtype))
                 del made_ND  # lest it lie beside the next one's
 

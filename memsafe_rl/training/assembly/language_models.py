@@ -48,6 +48,12 @@ _READ_PROMPTS = {
     "logits_processor": (),
 }
 """Settings that look at the tokens of a prompt, which stored ids do not show, and what leaves them out."""
+_PATCHES = {
+    "patch_size": "patch_size",
+    "merge_size": "spatial_merge_size",
+    "temporal_patch_size": "temporal_patch_size",
+}
+"""How an image processor and a tower's config name the same sizes."""
 
 
 class LanguageModels(ModelFactory):
@@ -200,6 +206,11 @@ def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> I
     same = FAMILIES[facts.config.model_type].spelled is not None  # whatever an image's size
     counts = same or hasattr(processor.image_processor, "get_number_of_image_patches")
     refusal.when(not counts, "images/patches", processor=type(processor.image_processor).__name__)
+    tower = getattr(facts.config, "vision_config", None)
+    for name, known in _PATCHES.items():
+        own, wanted = (getattr(owner, one, None) for owner, one in ((processor.image_processor, name), (tower, known)))
+        if isinstance(own, int) and isinstance(wanted, int) and own != wanted:
+            raise refusal("images/processor", name=name, own=own, known=known, wanted=wanted)
     tokenizer = text.tokenizer
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
