@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import torch
-from datasets import Dataset, Image, IterableDataset
+from datasets import Dataset, Image, IterableDataset, Value
 from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
@@ -280,6 +280,16 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
         if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
             raise unusable("dataset/images", name=name, column=column, known=KNOWN)
     return dataset
+
+
+def holds_text_alone(dataset: Any) -> bool:
+    """Whether no prompt of a dataset can hold an image, by the types of its columns; of a stream nobody knows."""
+    features = (dataset.features or {}) if isinstance(dataset, Dataset) else {}
+    prompt = features.get("prompt")
+    turn = getattr(prompt, "feature", prompt)
+    said = turn.get("content") if isinstance(turn, Mapping) else turn
+    kinds = [(name, getattr(kind, "feature", kind)) for name, kind in features.items()]
+    return isinstance(said, Value) and not any(name in COLUMNS or isinstance(kind, Image) for name, kind in kinds)
 
 
 def _from_rows(rows: Sequence[Any], name: str) -> Dataset:

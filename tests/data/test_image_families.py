@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from memsafe_rl.data.image_reader import ImagePromptReader
-from memsafe_rl.data.prompts import PromptTokenizer, prompt_of
+from memsafe_rl.data.prompts import PromptTokenizer, holds_text_alone, prompt_of
 from tests.images import IMAGE, SPECIAL, SQUARES, START, TWO_WAY, processor, rows, small
 
 
@@ -35,3 +36,18 @@ def test_prompts_have_the_tokens_of_transformers_processors(family: str) -> None
         told = parts.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         images = {"images": [row["images"]]} if row["images"] else {}
         assert ids == list(own(text=[told], add_special_tokens=False, **images)["input_ids"][0])
+
+
+@pytest.mark.parametrize(
+    ("row", "alone"),
+    [
+        ({"prompt": "words"}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [{"role": "user", "content": "words"}], "answer": "4"}, True),
+        ({"prompt": [{"role": "user", "content": [{"type": "image", "text": None}]}]}, False),
+        ({"prompt": "words", "images": [None]}, False),
+    ],
+)
+def test_columns_tell_whether_a_prompt_may_hold_an_image(row: dict[str, Any], alone: bool) -> None:
+    assert holds_text_alone(Dataset.from_list([row])) is alone
+    assert not holds_text_alone([row])

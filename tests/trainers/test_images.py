@@ -230,11 +230,14 @@ def pay_text(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
+@pytest.mark.parametrize("told", ["by its tokenizer", "by the dataset"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path, family: str) -> None:
+def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path, family: str, told: str) -> None:
     small(family).save_pretrained(tmp_path / "model")
-    data = [{"prompt": [{"role": "user", "content": f"w{one}"}], "goal": one} for one in range(4)]
-    read = {"processing_class": processor(family).tokenizer, "train_dataset": data, "reward_funcs": pay_text}
+    processor(family).save_pretrained(tmp_path / "model")
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": f"w{one}"}], "goal": one} for one in range(4)])
+    tokenizer = processor(family).tokenizer if told == "by its tokenizer" else None
+    read = {"processing_class": tokenizer, "train_dataset": data, "reward_funcs": pay_text}
     made = make(tmp_path / "run", model=str(tmp_path / "model"), beta=0.1, **read)
     frozen = {name for name, weight in made.model.named_parameters() if not weight.requires_grad}
     assert frozen == {name for name, _ in made.model.named_parameters() if in_tower(name)}

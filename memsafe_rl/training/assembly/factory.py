@@ -21,7 +21,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
-from memsafe_rl.data.prompts import PromptSource
+from memsafe_rl.data.prompts import PromptSource, holds_text_alone
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
@@ -97,6 +97,10 @@ class Machine:
 def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     """Checks everything a user passes to a trainer before any weight is loaded."""
     models = factory_of(request.model)(config, request.model, request.processing_class)
+    sets = request.eval_dataset.values() if isinstance(request.eval_dataset, Mapping) else [request.eval_dataset]
+    known = [one for one in (request.train_dataset, *sets) if one is not None]
+    if request.processing_class is None and all(map(holds_text_alone, known)):
+        models.read_text_alone()
     bound_prompts(config, request.critic, models.reader)
     models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
     pool = environment_pool_for(config, models.processing_class, request.tools, request.environment_factory)

@@ -63,7 +63,7 @@ class LanguageModels(ModelFactory):
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         self._config = config
-        facts = model_facts(config, model)
+        self._facts = facts = model_facts(config, model)
         self._balance_coef = balance_coef(config, facts)
         revision = (config.model_init_kwargs or {}).get("revision")
         where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
@@ -75,6 +75,11 @@ class LanguageModels(ModelFactory):
         text = prompt_reader(config, self.tokenizer, facts)
         self._image_reader = None if processor is None else _image_reader(processor, text, facts)
         self.reader: PromptReader = self._image_reader or text
+
+    def read_text_alone(self) -> None:
+        """Reads prompts by the tokenizer alone, as if there were no image processor beside it."""
+        self.processing_class, self._image_reader = self.tokenizer, None
+        self.reader = prompt_reader(self._config, self.tokenizer, self._facts)
 
     def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:
         """Loads a model by name, or prepares a given one."""

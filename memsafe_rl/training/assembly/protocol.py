@@ -174,6 +174,10 @@ class ModelFactory(ABC):
             Values that JSON has a form for, by name.
         """
 
+    def read_text_alone(self) -> None:
+        """Hears that no prompt holds an image, so that nothing need be read or kept for images."""
+        return
+
     @abstractmethod
     def check_given(self, given: Mapping[str, Any]) -> None:
         """Refuses arguments of the trainer that this kind has no use for.
