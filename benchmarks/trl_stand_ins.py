@@ -22,6 +22,8 @@ from transformers import (
     Cohere2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -49,7 +51,14 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 if is_torchvision_available():
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
+    from transformers import (
+        Gemma3ImageProcessor,
+        Gemma3Processor,
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+    )
 
 OWNER = "trl-internal-testing"
 VOCAB = 4096  # of 151,936: a test takes seconds
@@ -86,6 +95,16 @@ PIECES = {
     **{14172: "tool", 6659: "call", 397: ">\n", 522: "</", 314: " {", 293: " b"},
 }
 """Tokens of Qwen's vocabulary that TRL's tests write as ids."""
+GEMMA = {
+    "bos_token": "<bos>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+    "image_token": "<image_soft_token>",
+    "sot_token": "<start_of_turn>",
+    "eot_token": "<end_of_turn>",
+}
+"""Tokens of Gemma's chat template and images, whose ids no test writes."""
+GEMMA_IDS = {name: 3400 + place for place, name in enumerate(GEMMA)}
 PAD, EOS = own_id(151_643), own_id(151_645)
 
 SIZES = {
@@ -103,20 +122,23 @@ _PRINTABLE = [byte for byte in range(256) if chr(byte) in SIGNS]
 _SIGN_OF = dict(zip([*_PRINTABLE, *(byte for byte in range(256) if byte not in _PRINTABLE)], SIGNS, strict=True))
 
 
-def qwen_tokenizer(template: str) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(template: str, named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
     """Makes a tokenizer that writes bytes, and reads a word behind every other id, Qwen's where the tests need one.
 
     Args:
         template: chat template.
+        named: what else is special, of `GEMMA`.
     """
+    named = named or {}
     vocab = {sign: place for place, sign in enumerate(SIGNS)}
     vocab |= {"".join(_SIGN_OF[byte] for byte in text.encode()): own_id(place) for place, text in PIECES.items()}
     vocab |= {text: own_id(place) for place, text in {**SPECIAL, **MARKS}.items()}
+    vocab |= {text: GEMMA_IDS[name] for name, text in named.items()}
     vocab |= {f"w{place}": place for place in sorted({*range(VOCAB)} - {*vocab.values()})}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL.values()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*SPECIAL.values(), *named.values())])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in MARKS.values()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -124,6 +146,7 @@ def qwen_tokenizer(template: str) -> PreTrainedTokenizerFast:
         eos_token="<|im_end|>",
         chat_template=template,
         model_max_length=32_768,
+        **named,
     )
 
 
@@ -174,6 +197,7 @@ def _models_of_images() -> Mapping[str, Any]:
     second = {**tower, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24}
     second |= {"window_size": 56, "fullatt_block_indexes": [1]}
     return {
+        "tiny-Gemma3ForConditionalGeneration": _gemma3,
         "tiny-Qwen2VLForConditionalGeneration": lambda: Qwen2VLForConditionalGeneration(
             Qwen2VLConfig(text_config=sizes, vision_config=first, **ids)
         ),
@@ -181,6 +205,31 @@ def _models_of_images() -> Mapping[str, Any]:
             Qwen2_5_VLConfig(text_config=sizes, vision_config=second, **ids)
         ),
     }
+
+
+def _gemma3() -> Gemma3ForConditionalGeneration:
+    """Makes a network with one layer of each kind of attention, that shows 4 features of each image's 16 patches."""
+    text: dict[str, Any] = {**SIZES, "hidden_size": 16, "head_dim": 8, "vocab_size": VOCAB}
+    text |= {"pad_token_id": PAD, "eos_token_id": EOS}
+    text |= {"bos_token_id": GEMMA_IDS["bos_token"], "layer_types": ["sliding_attention", "full_attention"]}
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tower |= {"image_size": 56, "patch_size": 14, "vision_use_head": False}
+    ids = {f"{name}_token_index": GEMMA_IDS[f"{name}_token"] for name in ("boi", "eoi", "image")}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, **ids)
+    )
+
+
+def _processor(name: str, checkout: Path) -> Any:
+    """Makes the processor of a network that reads images, by the hub's name of it."""
+    gemma = "Gemma3" in name
+    template = (checkout / "trl" / "chat_templates" / f"{'gemma3' if gemma else 'qwen2_5_vl'}.jinja").read_text()
+    if gemma:
+        images = Gemma3ImageProcessor(size={"height": 56, "width": 56})
+        return Gemma3Processor(images, qwen_tokenizer(template, GEMMA), chat_template=template, image_seq_length=4)
+    sizes = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+    parts = Qwen2VLImageProcessor(size=sizes), qwen_tokenizer(template), Qwen2VLVideoProcessor()
+    return (Qwen2VLProcessor if "Qwen2VL" in name else Qwen2_5_VLProcessor)(*parts, chat_template=template)
 
 
 IMAGE_IDS = {"vision_start": 151_652, "vision_end": 151_653, "image": 151_655, "video": 151_656}
@@ -193,7 +242,6 @@ def make_models_of_images(folder: Path, checkout: Path) -> None:
         folder: of the owner.
         checkout: TRL's folder.
     """
-    template = (checkout / "trl" / "chat_templates" / "qwen2_5_vl.jinja").read_text()
     for name, make in _models_of_images().items():
         if is_torchvision_available() and not (folder / name / "config.json").exists():
             torch.manual_seed(0)
@@ -201,10 +249,7 @@ def make_models_of_images(folder: Path, checkout: Path) -> None:
             _initialise(model)
             model.to(torch.bfloat16).save_pretrained(folder / name)
             GenerationConfig(do_sample=True, pad_token_id=PAD, eos_token_id=[EOS, PAD]).save_pretrained(folder / name)
-            sizes = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
-            parts = Qwen2VLImageProcessor(size=sizes), qwen_tokenizer(template), Qwen2VLVideoProcessor()
-            kind = Qwen2VLProcessor if "Qwen2VL" in name else Qwen2_5_VLProcessor
-            kind(*parts, chat_template=template).save_pretrained(folder / name)
+            _processor(name, checkout).save_pretrained(folder / name)
 
 
 def _template(checkout: Path, name: str) -> str:
