@@ -174,6 +174,9 @@ class RunSettings:
     router_aux_loss_coef: float | None = precision(
         None, "Weight of a mixture of experts' balance loss; None: what the model declares; 0.0: none.", low=0
     )
+    router_z_loss_coef: float | None = precision(
+        None, "Weight of a mixture of experts' router z-loss; None: what the model declares; 0.0: none.", low=0
+    )
     disable_dropout: bool = precision(
         True, "Score and update without dropout; with dropout, only retries of the same size are exact."
     )

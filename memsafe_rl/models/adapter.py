@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
-from memsafe_rl.models.routing import Routers
+from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
@@ -111,7 +111,7 @@ class ScoringAdapter(Protocol):
         closed_form_kl: whether the KL to the reference follows from the two distributions, so that no log-probs of the
             reference are stored (Gaussian steps of a chain: True, tokens: False).
         packs_prompts: whether `distribution` can take one copy of a prompt for all its completions.
-        routers: those of a mixture of experts whose balance is part of the loss; None without.
+        routers: those of a mixture of experts, where the loss has terms on them; None without.
         host_weights: the blocks whose frozen weights can wait on the host, as ``geometry.frozen_block_bytes`` says.
     """
 
@@ -122,16 +122,16 @@ class ScoringAdapter(Protocol):
     routers: Routers | None = None
     host_weights: ResidentWeights | HostWeights = ResidentWeights(0)
 
-    def balance_experts(self, coef: float) -> None:  # noqa: ARG002
-        """Has updates add the balance loss of a mixture of experts.
+    def hear_routers(self, losses: RouterLosses) -> None:
+        """Has updates add losses on the routers of a mixture of experts.
 
         Args:
-            coef: coefficient of the loss.
+            losses: their coefficients.
 
         Raises:
             ConfigError: the network has none that can be heard.
         """
-        raise refusal("router_aux_loss_coef/none", kind=type(self.model).__name__)
+        raise refusal("routers/none", off=losses.off, kind=type(self.model).__name__)
 
     @property
     def reads_alike(self) -> bool:

@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.models.vision.processors import freeze_unused_tower, reads_images, share_tower
 from memsafe_rl.types import Component, room_for_prompt
 
@@ -52,7 +53,7 @@ class ModelFacts:
     config: Any  # transformers config; None where the network has none
     max_positions: int | None  # longest sequence the network accepts, in tokens; None if unbounded
     vocab_size: int  # rows of the embedding
-    router_aux_loss_coef: float  # coefficient of a mixture-of-experts balance loss; 0 without one
+    router_losses: RouterLosses  # that a mixture of experts declares
 
     def room_for_prompt(self, new_tokens: int) -> int | None:
         """Counts the tokens of the longest prompt that the network accepts."""
@@ -65,7 +66,6 @@ class LoadedModel:
 
     model: Any  # the network, a `PeftModel` where there is an adapter; in eval mode
     reference_model: Any  # frozen copy for the reference; None where none is wanted or an adapter is switched instead
-    router_aux_loss_coef: float  # coefficient of a mixture-of-experts balance loss the model declares; 0 without one
 
 
 def read_config(
@@ -80,7 +80,7 @@ def read_config(
     arguments = dict(model_init_kwargs or {})
     if not isinstance(model, str) and not isinstance(language_model_of(model), PreTrainedModel):
         sizes = adapter_for(model, pad_token_id=0).geometry
-        return ModelFacts(None, sizes.max_positions, sizes.vocab_size, 0.0)
+        return ModelFacts(None, sizes.max_positions, sizes.vocab_size, RouterLosses())
     if not isinstance(model, str):
         config = language_model_of(model).config
     elif arguments.get("config") is not None:
@@ -97,8 +97,10 @@ def read_config(
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:
         raise refusal("config/vocab_size", told=told, name=name_of(model), kind=type(config).__name__)
-    balance = getattr(text, "router_aux_loss_coef", None) if hasattr(text, "output_router_logits") else None
-    return ModelFacts(config, max_positions(config), int(text.vocab_size), float(balance or 0.0))
+    trained = hasattr(text, "output_router_logits") or is_encoder_decoder(config)  # others declare what they do not use
+    names = [one.name for one in fields(RouterLosses)] if trained else []
+    declared = RouterLosses(*(float(getattr(text, name, None) or 0.0) for name in names))
+    return ModelFacts(config, max_positions(config), int(text.vocab_size), declared)
 
 
 def load_model(
@@ -171,7 +173,7 @@ def load_model(
                 _place(language_model_of(network), device, room_bytes)
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise refusal("model/trainable", name=name_of(model))
-    return LoadedModel(trained.eval(), reference, facts.router_aux_loss_coef)
+    return LoadedModel(trained.eval(), reference)
 
 
 def load_tokenizer(

@@ -40,7 +40,7 @@ from memsafe_rl.preflight.worst_case import Drawing, Longest, Probe, evaluates, 
 from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
-from memsafe_rl.training.assembly.inputs import balance_coef
+from memsafe_rl.training.assembly.inputs import router_losses
 from memsafe_rl.training.assembly.protocol import ModelFactory, TrainingRequest
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
@@ -209,7 +209,7 @@ class DryRun:
         machine.holdings.optimizer_parts = parts.get(Component.OPTIMIZER, 1)
 
         def load(inputs: Inputs, machine: Machine) -> LoadedModel:  # noqa: ARG001
-            return LoadedModel(model, reference, 0.0)
+            return LoadedModel(model, reference)
 
         def check(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
             self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
@@ -282,17 +282,17 @@ _CHECKS: dict[Hashable, Checked] = {}
 
 def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checked:
     """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
-    coef = balance_coef(settings, read_config(model))
+    losses = router_losses(settings, read_config(model))
     weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in model.named_parameters())
     kinds = tuple(type(module) for module in model.modules())
     attention = getattr(model.config, "_attn_implementation", None)
-    about = model.config.to_json_string(use_diff=False), attention, coef, settings.autocast_dtype
+    about = model.config.to_json_string(use_diff=False), attention, losses, settings.autocast_dtype
     key = weights, kinds, about, memory.allocator is None
     if key not in _CHECKS:
         held = memory.live_bytes
         adapter = adapter_for(model, pad_token_id=0)
-        if coef:
-            adapter.balance_experts(coef)
+        if losses.off:
+            adapter.hear_routers(losses)
         with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):
             check_adapter(adapter)
         extra = sum(memory.phase_peaks()[Phase.ROLLOUT].values()) - held - _narrow_bytes(model, settings)

@@ -20,6 +20,7 @@ from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.compiling import compiled_blocks
 from memsafe_rl.models.critic import Critic
+from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.gae import value_loss
 from memsafe_rl.ops.losses import LOSSES, needs_whole_rows, policy_loss
@@ -55,9 +56,9 @@ class ValueTerms:
 
 @dataclass(frozen=True)
 class BalanceTerms:
-    """What an optimizer step has fixed of the balance loss of a mixture of experts."""
+    """What an optimizer step has fixed of the losses on a mixture of experts' routers."""
 
-    coef: float  # coefficient of the loss
+    losses: RouterLosses
     counts_E1: Tensor  # (E + 1,) float64, choices of each expert over the whole step and all ranks, then tokens
 
 
@@ -77,7 +78,7 @@ class StepTerms:
     # whether another sampler drew the completions, so that its log-probs differ from the old
     sampler_is_external: bool = False
     values: ValueTerms | None = None  # the critic's loss; None without a critic
-    balance: BalanceTerms | None = None  # the balance loss of a mixture of experts; None without one
+    balance: BalanceTerms | None = None  # the losses on routers; None without them
     # of each of several objectives, over its own rows; empty where there is but one
     objectives: tuple[StepTerms, ...] = ()
 
@@ -144,7 +145,7 @@ class _Pass:
 
     @contextmanager
     def balanced(self) -> Iterator[Callable[[LossResult], LossResult]]:
-        """Adds a micro-batch's share of the balance loss to its loss; lasts until its backward has ended."""
+        """Adds a micro-batch's share of the losses on routers to its loss; lasts until its backward has ended."""
         terms, routers = self.terms.balance, self.adapter.routers
         if terms is None or routers is None:
             yield as_it_is
@@ -152,9 +153,11 @@ class _Pass:
         with routers.weighing(terms.counts_E1) as shares:
 
             def add(result: LossResult) -> LossResult:
-                balance = torch.stack(shares).sum()  # a forward repeated for the backward adds to them later
-                sums = {**result.sums, "aux_loss": balance.detach()}
-                return replace(result, loss=result.loss + terms.coef * balance, sums=sums)
+                balance, z = torch.stack(shares).sum(0)  # a forward repeated for the backward adds to them later
+                sums = {**result.sums, "aux_loss": balance.detach(), "router_z_loss": z.detach()}
+                coefs = terms.losses
+                added = coefs.router_aux_loss_coef * balance + coefs.router_z_loss_coef * z
+                return replace(result, loss=result.loss + added, sums=sums)
 
             yield add
 

@@ -184,7 +184,8 @@ class Learner:
             Scorer(setup).passed(setup.adapter, trajectory, rows, context=counted)
             nothing = torch.zeros(routers.experts + 1, dtype=torch.float64, device=setup.adapter.device)
             mine = self._repeat(Stage.STORE, _added, found, nothing)
-            return BalanceTerms(routers.coef, self._repeat(Stage.STORE, _added, setup.parallel.gather([mine]), nothing))
+            counts_E1 = self._repeat(Stage.STORE, _added, setup.parallel.gather([mine]), nothing)
+            return BalanceTerms(routers.losses, counts_E1)
 
     def _marks(self, trajectory: Trajectory, rows: Sequence[int], step: int) -> tuple[Marks | None, Marks | None]:
         """Marks the most uncertain actions of a step, and those that its loss marks.

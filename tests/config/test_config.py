@@ -104,6 +104,7 @@ NEW = {
     "clip_cov_low",
     "clip_cov_high",
     "kl_cov_coef",
+    "router_z_loss_coef",
     "turn_advantage_coef",
     "turn_discount",
 }

@@ -27,6 +27,7 @@ from transformers import (
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models import loading
 from memsafe_rl.models.loading import eos_token_ids, load_model, load_tokenizer, read_config
+from memsafe_rl.models.routing import RouterLosses
 from tests.tiny import EOS_ID, PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -85,11 +86,11 @@ def test_a_reference_by_name_is_a_second_load(folder: str) -> None:
 
 def test_a_config_is_read_without_weights(folder: str, tmp_path: Path) -> None:
     facts = read_config(folder)
-    assert (facts.max_positions, facts.vocab_size, facts.router_aux_loss_coef) == (256, 258, 0.0)
+    assert (facts.max_positions, facts.vocab_size, facts.router_losses) == (256, 258, RouterLosses())
     assert read_config(tiny_model("gpt2", positions=99)).max_positions == 99
     assert read_config(get_peft_model(tiny_model(), LoraConfig(**LORA))).max_positions == 256
     MixtralConfig(router_aux_loss_coef=0.02).save_pretrained(tmp_path)
-    assert read_config(str(tmp_path)).router_aux_loss_coef == 0.02
+    assert read_config(str(tmp_path)).router_losses == RouterLosses(0.02)
 
 
 def test_what_a_config_shows_is_refused(tmp_path: Path) -> None:

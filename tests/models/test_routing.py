@@ -1,4 +1,4 @@
-"""The balance loss of a mixture of experts: over the whole step, whatever the cut, and as transformers computes it."""
+"""The losses on routers: over the whole step, whatever the cut, and as transformers computes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from transformers import (
     SwitchTransformersConfig,
     SwitchTransformersForConditionalGeneration,
 )
+from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -67,19 +68,21 @@ def gradient_of(trainer: GRPOTrainer) -> tuple[torch.Tensor, dict[str, float]]:
 def test_no_cut_changes_its_gradient(family: str, dtype: torch.dtype, limit: float, tmp_path: Path) -> None:
     found = []
     for place, policy in enumerate([cut(8192), cut(1), cut(40, checkpointing=True)]):
-        trainer = make_trainer(tmp_path / str(place), model=mixture(family, dtype), policy=policy)
-        found.append(gradient_of(trainer))
+        made = {"model": mixture(family, dtype), "router_z_loss_coef": COEF}
+        found.append(gradient_of(make_trainer(tmp_path / str(place), **made, policy=policy)))
     whole, metrics = found[0]
     for other, others in found[1:]:
         assert (other - whole).norm() <= limit * whole.norm()
-        assert others["aux_loss"] == pytest.approx(metrics["aux_loss"], rel=1e-6)
+        for name in ("aux_loss", "router_z_loss"):
+            assert others[name] == pytest.approx(metrics[name], rel=1e-6)
     without, _ = gradient_of(make_trainer(tmp_path / "without", model=mixture(family, dtype), router_aux_loss_coef=0.0))
     assert (without - whole).norm() > 1e-4 * whole.norm()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_what_transformers_computes_of_the_whole_step(family: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=mixture(family, torch.float64), policy=cut(40))
+    made = {"model": mixture(family, torch.float64), "router_z_loss_coef": 2 * COEF}
+    trainer = make_trainer(tmp_path, **made, policy=cut(40))
     ours, metrics = gradient_of(trainer)
     rollout = trainer.loop.state.rollout
     assert rollout is not None
@@ -91,12 +94,16 @@ def test_it_is_what_transformers_computes_of_the_whole_step(family: str, tmp_pat
     lengths = torch.tensor(rollout.trajectory.row_lengths(rows))
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
     model = mixture(family, torch.float64)
-    aux = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
-    (COEF * aux).backward()
+    output = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    aux, kept = output.aux_loss, mask.flatten().bool()
+    logits_LBE = torch.stack([logits.flatten(0, -2)[kept] for logits in output.router_logits])
+    z = router_z_loss_func(logits_LBE)
+    (COEF * aux + 2 * COEF * z).backward()
     theirs = torch.cat(
         [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in model.parameters()]
     )
     assert metrics["aux_loss"] == pytest.approx(aux.item(), rel=1e-6)
+    assert metrics["router_z_loss"] == pytest.approx(z.item(), rel=1e-12)
     assert (ours - without - theirs).norm() <= 5e-6 * theirs.norm()  # transformers adds up in float32
 
 
@@ -116,9 +123,9 @@ def test_a_mixture_trains_by_default_and_survives_refused_allocations(settings: 
 
 
 def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="router_aux_loss_coef is above 0, but Qwen3ForCausalLM does not show"):
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM does not show.* Set router_aux_loss_coef=0\.0\."):
         make_trainer(tmp_path, router_aux_loss_coef=0.1)
-    with pytest.raises(ConfigError, match=r"declares one of its own.* beside torch_compile"):
+    with pytest.raises(ConfigError, match=r"does not go with torch_compile\. Set router_aux_loss_coef=0\.0, or leave"):
         make_trainer(tmp_path, model=mixture("mixtral"), torch_compile=True)
 
 
@@ -127,8 +134,8 @@ def test_losses_of_an_encoder_decoders_experts_are_never_left_out_in_silence(tmp
     ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID}
     sparse = {"num_experts": 4, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
     model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **ids, **sparse)).eval()
-    with pytest.raises(ConfigError, match=r"declares router_z_loss_coef 0\.001.*Set router_aux_loss_coef=0\.0"):
+    with pytest.raises(ConfigError, match=r"Set router_aux_loss_coef=0\.0, router_z_loss_coef=0\.0\."):
         make_trainer(tmp_path, model=model)
-    trainer = make_trainer(tmp_path, model=model, router_aux_loss_coef=0.0, max_steps=1)
+    trainer = make_trainer(tmp_path, model=model, router_aux_loss_coef=0.0, router_z_loss_coef=0.0, max_steps=1)
     trainer.train()
     assert trainer.state.global_step == 1

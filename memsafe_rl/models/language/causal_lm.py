@@ -47,7 +47,7 @@ from memsafe_rl.models.language.packing import (
     pack_trunk,
     padded_layout,
 )
-from memsafe_rl.models.routing import Routers
+from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import Component, Trajectory
 
@@ -218,10 +218,11 @@ class CausalLMAdapter(LanguageAdapter):
             last_PD = self._read_on(state, prompts[0][start:end], spans)
         return self._logits(last_PD), state
 
-    def balance_experts(self, coef: float) -> None:
-        """Has updates add the balance loss of a mixture of experts, whose tokens count once in every row."""
-        refusal.when(self.path.route is Route.WHOLE, "router_aux_loss_coef/rows", kind=type(self.lm).__name__)
-        self.routers = Routers(self.lm, coef)
+    def hear_routers(self, losses: RouterLosses) -> None:
+        """Has updates add losses on the routers of a mixture of experts, whose tokens count once in every row."""
+        whole = self.path.route is Route.WHOLE
+        refusal.when(whole, "routers/rows", off=losses.off, kind=type(self.lm).__name__)
+        self.routers = Routers(self.lm, losses)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Gives a model's own logits at completion tokens, row by row without padding."""

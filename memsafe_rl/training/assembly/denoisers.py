@@ -72,7 +72,7 @@ class Denoisers(ModelFactory):
                 request.model, peft_config=request.peft_config, device=device, with_reference=self._config.has_reference
             )
         hold(Component.WEIGHTS, weights_of(*(network for network in (trained, reference) if network is not None)))
-        return LoadedModel(trained, reference, 0.0)
+        return LoadedModel(trained, reference)
 
     def adapt(self, loaded: LoadedModel) -> DiffusionAdapter:
         """Wraps the policy."""

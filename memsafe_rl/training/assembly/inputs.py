@@ -25,6 +25,7 @@ from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderP
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.loading import ModelFacts, read_config
+from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.registry import refuse_incomplete
 from memsafe_rl.rewards.runner import RewardRunner
@@ -54,19 +55,16 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
 def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     """Reads what must be known of a model before it is loaded, and refuses what cannot be trained."""
     facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
-    coef, other = balance_coef(config, facts), "torch_compile" if config.compile_mode else "objectives"
-    beside = coef and (config.compile_mode or config.objective_list)
-    refusal.when(beside, "router_aux_loss_coef", coef=coef, other=other)
-    z_coef = getattr(facts.config, "router_z_loss_coef", None)  # of encoder-decoders, whose routers are not heard
-    refusal.when(z_coef and config.router_aux_loss_coef is None, "router_z_loss_coef", coef=z_coef)
+    off, other = router_losses(config, facts).off, "torch_compile" if config.compile_mode else "objectives"
+    refusal.when(off and (config.compile_mode or config.objective_list), "router_losses", off=off, other=other)
     prompt_room(config, facts, "model")
     return facts
 
 
-def balance_coef(config: TrainerConfig, facts: ModelFacts) -> float:
-    """Gives the coefficient of the balance loss of a mixture of experts: the setting, else the model's own."""
-    coef = config.router_aux_loss_coef
-    return facts.router_aux_loss_coef if coef is None else coef
+def router_losses(config: TrainerConfig, facts: ModelFacts) -> RouterLosses:
+    """Gives the coefficients of the losses on a mixture of experts' routers: the settings, else the model's own."""
+    asked, declared = (config.router_aux_loss_coef, config.router_z_loss_coef), vars(facts.router_losses).values()
+    return RouterLosses(*(own if coef is None else coef for coef, own in zip(asked, declared, strict=True)))
 
 
 def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[int | None, str]:

@@ -34,7 +34,7 @@ from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.rollout.native.sequences import check_settings
 from memsafe_rl.training import refusal
-from memsafe_rl.training.assembly.inputs import balance_coef, model_facts, prompt_reader, prompt_room
+from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, prompt_room, router_losses
 from memsafe_rl.training.assembly.protocol import ModelFactory, ModelFamily, TrainingRequest, register_model_family
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
@@ -64,7 +64,7 @@ class LanguageModels(ModelFactory):
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
         self._config = config
         self._facts = facts = model_facts(config, model)
-        self._balance_coef = balance_coef(config, facts)
+        self._router_losses = router_losses(config, facts)
         revision = (config.model_init_kwargs or {}).get("revision")
         where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         where |= {"revision": revision} if revision else {}
@@ -111,8 +111,8 @@ class LanguageModels(ModelFactory):
             loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=inputs
         )
         self._settle_numerics(adapter)
-        if self._balance_coef:
-            adapter.balance_experts(self._balance_coef)
+        if self._router_losses.off:
+            adapter.hear_routers(self._router_losses)
         return adapter
 
     def _settle_numerics(self, adapter: Any) -> None:

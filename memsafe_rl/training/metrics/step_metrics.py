@@ -66,6 +66,8 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
         metrics["clip_ratio/value"] = totals.get("value_clip", 0.0) / tokens
     if terms.balance is not None:
         metrics["aux_loss"] = totals.get("aux_loss", 0.0)
+        if terms.balance.losses.router_z_loss_coef:
+            metrics["router_z_loss"] = totals.get("router_z_loss", 0.0)
     if terms.entropy_coef or terms.values is not None:
         metrics["policy_loss"] = totals.get("policy_loss", 0.0)
     ratios = tokens if terms.settings.importance_sampling_level == "token" else rows
