@@ -14,7 +14,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import Prompts
+from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
@@ -37,6 +37,11 @@ EnvironmentFactory = Callable[[], Any]
 
 ENVIRONMENTS = "environments"
 """What reward functions know the environments of their completions by."""
+
+
+def once(function: Callable[..., Any], *values: Any) -> Any:
+    """Runs a function without a guard."""
+    return function(*values)
 
 
 class EnvironmentReward:
@@ -83,11 +88,16 @@ class EnvironmentPool:
     """Where a run's episodes are played."""
 
     def __init__(
-        self, config: TrainerConfig, tokenizer: Any, tools: Sequence[Tool] | None, environment_factory: Any
+        self,
+        config: TrainerConfig,
+        tokenizer: Any,
+        reader: PromptReader,
+        tools: Sequence[Tool] | None,
+        environment_factory: Any,
     ) -> None:
         refusal.when(config.partial_rollout_tokens is not None, "partial_rollout_tokens", config=config)
         self._config = config
-        self._tokenizer = tokenizer
+        self._tokenizer, self._reader = tokenizer, reader
         self.caller = Caller()
         self.named = isinstance(environment_factory, Mapping)
         factories: Mapping[Any, Any] = environment_factory if self.named else {None: environment_factory}
@@ -100,7 +110,7 @@ class EnvironmentPool:
         self.latest: list[Any] | None = None  # those of the latest rollout's rows, as the user made them
         for environment in probed:
             if schemas := tool_schemas(environment.tools):
-                check_tools(Chat(tokenizer, config.chat_template_kwargs), schemas)
+                check_tools(Chat(tokenizer, config.chat_template_kwargs, reader.contexts(once)), schemas)
         kinds = dict.fromkeys(type(own) for own in map(_own, probed) if judge_of(own) is not None)
         self.rewards = [EnvironmentReward(kind, self.caller) for kind in kinds]
         self.has_environments = environment_factory is not None
@@ -134,14 +144,14 @@ class EnvironmentPool:
         return begin(beginnings, table)
 
     def table(
-        self, agent: AgentDraw, user: UserDraw, *, completion_tokens: int, context_tokens: int | None
+        self, agent: AgentDraw, user: UserDraw, repeat: Repeat, *, completion_tokens: int, context_tokens: int | None
     ) -> EpisodeSettings:
-        """Gives what episodes are played with."""
+        """Gives what episodes are played with; towers read images under a guard."""
         config = self._config
         turns = config.max_turn_length, config.max_episode_turns, config.max_tool_calling_iterations
         limits = EpisodeLimits(completion_tokens, *turns, context_tokens)
-        kwargs = config.chat_template_kwargs
-        return EpisodeSettings(self._tokenizer, limits, agent, user, self.caller, kwargs, context_tokens)
+        kwargs, images = config.chat_template_kwargs, self._reader.contexts(repeat)
+        return EpisodeSettings(self._tokenizer, limits, agent, user, self.caller, kwargs, context_tokens, images)
 
     def given(self, episodes: Sequence[Episode], *, external: bool) -> ExternalRollout:
         """Turns episodes into what the trainer learns from and reward functions see."""
@@ -202,12 +212,12 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
 
 
 def environment_pool_for(
-    config: TrainerConfig, tokenizer: Any, tools: Any, environment_factory: Any
+    config: TrainerConfig, tokenizer: Any, reader: PromptReader, tools: Any, environment_factory: Any
 ) -> EnvironmentPool | None:
     """Gives the stage of a run that has one."""
     if not tools and environment_factory is None:
         return None
-    return EnvironmentPool(config, tokenizer, tools, environment_factory)
+    return EnvironmentPool(config, tokenizer, reader, tools, environment_factory)
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from base64 import b64decode, b64encode
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +21,7 @@ from memsafe_rl.data.prompts import (
     PromptReader,
     Prompts,
     PromptTokenizer,
+    Repeat,
     hollow,
     images_in,
     prompt_of,
@@ -25,12 +29,25 @@ from memsafe_rl.data.prompts import (
     within_limit,
 )
 from memsafe_rl.models.adapter import Context
-from memsafe_rl.models.vision.families import FAMILIES, Images
+from memsafe_rl.models.vision.families import FAMILIES
 from memsafe_rl.models.vision.image_prompts import ImagePrompts, Table
 from memsafe_rl.models.vision.tower import ImagePrompt
+from memsafe_rl.rollout.multi_turn.protocol import ImageContexts, Message
 
 UNREADABLE = (OSError, ValueError, TypeError, AttributeError, SyntaxError)
 """What Pillow raises of a file that is missing, cut short, or no image."""
+
+
+LOSSLESS = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""Kinds of pixels that a PNG file of a checkpoint holds as they are."""
+
+
+class ReadContext(NamedTuple):
+    """A context with images that environments or tools have shown."""
+
+    ids: list[int]  # with one placeholder for each feature
+    images: list[Any]  # open
+    stored: list[int]  # what stands for the ids
 
 
 class ImagePromptReader(PromptReader):
@@ -48,18 +65,20 @@ class ImagePromptReader(PromptReader):
         if self._family.spelled is not None:
             text.spelled = partial(self._family.spelled, text.tokenizer, config)
         self._images: ImagePrompts | None = None
+        self._contexts: dict[Hashable, ReadContext] = {}  # by their tokens and images
 
     def attach(self, images: ImagePrompts) -> None:
         """Names the tower that reads the images, once it is loaded."""
         self._images = images
 
-    def kept(self) -> Table:
+    def kept(self) -> tuple[Table, dict[Hashable, ReadContext]]:
         """Gives what is kept of the prompts read so far."""
-        return self._tower.table
+        return self._tower.table, dict(self._contexts)
 
-    def forget(self, kept: Table | None = None) -> None:
+    def forget(self, kept: tuple[Table, dict[Hashable, ReadContext]] | None = None) -> None:
         """Goes back to what was kept before, or to nothing."""
-        self._tower.forget(kept)
+        table, self._contexts = (None, {}) if kept is None else kept
+        self._tower.forget(table)
 
     def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
         """Keeps as much as reading prompts with so many image tokens would keep."""
@@ -73,22 +92,54 @@ class ImagePromptReader(PromptReader):
         """Tokenizes prompts without a limit; of each image only the size is read."""
         shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
         rows = self._text.ids([hollow(prompt, in_parts=self._family.in_parts) for prompt in prompts])
-        return [self._expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
+        found = [self.expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
+        for row, sizes in zip(found, shown, strict=True):
+            if sizes and self._text.truncate and self.limit is not None and len(row) > self.limit:
+                raise unusable("images/truncate", count=len(row), limit=self.limit, why=self.why_limited)
+        return found
 
-    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
-        """Tokenizes the prompts of some examples, and has the tower read their images."""
+    def measured(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Tokenizes the prompts of some examples; their ids count tokens, and no network can read them."""
         prompts = tuple(filled(prompt_of(example)) for example in examples)
         with host_memory():
             rows = within_limit(self.ids(prompts), self, truncates=self._text.truncate)  # `ids` refuses to cut images
-            ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
-            read = {
-                place: ImagePrompt(ids[place], self._pixels(prompt))
-                for place, prompt in enumerate(prompts)
-                if next(images_in(prompt), None) is not None
-            }
-        for place, stored in zip(read, self._tower.read(list(read.values())), strict=True):
-            ids[place] = stored
-        return Prompts(tuple(examples), prompts, tuple(ids))
+            return Prompts(tuple(examples), prompts, tuple(torch.tensor(row, dtype=torch.int64) for row in rows))
+
+    def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Tokenizes the prompts of some examples, and has the tower read their images."""
+        found = self.measured(examples)
+        shown = {place: list(images_in(prompt)) for place, prompt in enumerate(found.prompts)}
+        with host_memory():
+            read = {place: self._prompt(found.ids[place], images) for place, images in shown.items() if images}
+        stored = dict(zip(read, self._tower.read(list(read.values())), strict=True))
+        return replace(found, ids=tuple(stored.get(place, row) for place, row in enumerate(found.ids)))
+
+    def contexts(self, repeat: Repeat) -> ImageContexts:
+        """Gives what reads images in conversations that grow."""
+        return GrowingContexts(self, self._text, repeat)
+
+    def enter(self, ids: list[int], images: list[Any]) -> list[int]:
+        """Has the tower read a context, once for equal ones; gives what stands for its tokens."""
+        key = tuple(ids), tuple(map(id, images))  # which are kept with it, so that no other gets its id
+        if key not in self._contexts:
+            with host_memory():
+                prompt = self._prompt(torch.tensor(ids, dtype=torch.int64), images)
+            self._contexts[key] = ReadContext(ids, images, self._tower.read([prompt])[0].tolist())
+        return self._contexts[key].stored
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """Gives the tokens that ids stand for."""
+        begun = next((one for one in self._contexts.values() if list(ids[:1]) == one.stored[:1]), None)
+        return list(ids) if begun is None else [*begun.ids, *ids[len(begun.ids) :]]
+
+    def read_in_contexts(self) -> dict[str, Any]:
+        """Gives the contexts read so far, each image once, as PNG in base 64."""
+        images = {id(image): image for one in self._contexts.values() for image in one.images}
+        places = {name: place for place, name in enumerate(images)}
+        return {
+            "images": list(map(_written, images.values())),
+            "contexts": [(one.ids, [places[id(image)] for image in one.images]) for one in self._contexts.values()],
+        }
 
     @property
     def _tower(self) -> ImagePrompts:
@@ -96,7 +147,13 @@ class ImagePromptReader(PromptReader):
             raise AssertionError("no tower reads the images yet")
         return self._images
 
-    def _expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
+    def read_contexts_again(self, saved: Mapping[str, Any]) -> None:
+        """Reads the contexts of a checkpoint in their order, so that the same ids stand for them."""
+        images = [opened(b64decode(image)) for image in saved["images"]]
+        for ids, places in saved["contexts"]:
+            self.enter(ids, [images[place] for place in places])
+
+    def expanded(self, row: list[int], sizes: Sequence[tuple[int, int]]) -> list[int]:
         """Repeats each image's token as often as it has features."""
         unusable.when(self._video in row, "images/video")
         if row.count(self._placeholder) != len(sizes):
@@ -109,18 +166,62 @@ class ImagePromptReader(PromptReader):
         except ValueError as error:  # such as a strip two hundred times as long as wide
             raise unusable("images/sizes", sizes=list(sizes), error=error) from error
         queue = iter(spans)
-        tokens = [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
-        if self._text.truncate and self.limit is not None and len(tokens) > self.limit:
-            raise unusable("images/truncate", count=len(tokens), limit=self.limit, why=self.why_limited)
-        return tokens
+        return [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
 
-    def _pixels(self, prompt: Any) -> Images:
-        """Gives the pixels of a prompt's images, and what tells how they lie."""
+    def in_parts(self, messages: Any) -> Any:
+        """Gives messages as the family's chat templates take them, images as placeholders."""
+        return hollow(messages, in_parts=self._family.in_parts)
+
+    def _prompt(self, ids: Tensor, images: list[Any]) -> ImagePrompt:
+        """Gives a prompt as the tower reads it: with the pixels of its images, and what tells how they lie."""
         try:
-            read = self._image_processor(images=list(images_in(prompt)), return_tensors="pt")
-            return {name: read[name] for name in self._family.takes}
+            read = self._image_processor(images=images, return_tensors="pt")
+            return ImagePrompt(ids, {name: read[name] for name in self._family.takes})
         except (*UNREADABLE, LookupError) as error:
-            raise unusable("images/pixels", prompt=hollow(prompt), error=error) from error
+            raise unusable("images/pixels", prompt=self._text.tokenizer.decode(ids), error=error) from error
+
+
+@dataclass(frozen=True)
+class GrowingContexts(ImageContexts):
+    """Reads conversations with images as they grow; towers read under a guard."""
+
+    reader: ImagePromptReader
+    text: PromptTokenizer
+    repeat: Repeat
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Gives messages as chat templates take them, images as placeholders."""
+        return list(copy.deepcopy(self.reader.in_parts(messages)))
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokenizes what a chat template has written."""
+        text = text if self.text.spelled is None else self.text.spelled(text)
+        return list(self.text.tokenizer(text=text, add_special_tokens=False)["input_ids"])
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """Gives the tokens that a context stands for."""
+        return self.reader.plain(ids)
+
+    def entered(
+        self, before: Sequence[int], told: Sequence[int], messages: Sequence[Message], seen: Sequence[Message]
+    ) -> list[int]:
+        """Puts tokens behind a context; where they bring images, the tower reads the whole anew."""
+        more = self.reader.expanded(list(told), [size_of(image) for image in images_in(seen)])
+        if next(images_in(seen), None) is None:
+            return [*before, *more]
+        images = [_kept(opened(image)) for image in images_in(messages)]
+        return list(self.repeat(self.reader.enter, [*self.plain(before), *more], images))
+
+
+def _written(image: Any) -> str:
+    file = BytesIO()
+    image.save(file, format="PNG")
+    return b64encode(file.getvalue()).decode()
+
+
+def _kept(image: Any) -> Any:
+    """Gives an image whose pixels a checkpoint can hold as they are."""
+    return image if image.mode in LOSSLESS else image.convert("RGB")
 
 
 def filled(prompt: Any) -> Any:

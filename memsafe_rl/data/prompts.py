@@ -20,8 +20,12 @@ from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.vision.families import KNOWN
-from memsafe_rl.rollout.multi_turn.chat import check_template
+from memsafe_rl.rollout.multi_turn.chat import check_template, shows_image
+from memsafe_rl.rollout.multi_turn.protocol import ImageContexts
 from memsafe_rl.slices import prompt_order
+
+Repeat = Callable[..., Any]
+"""Runs a function on its arguments, again where memory runs out, and gives what it gives."""
 
 COLUMNS = ("image", "images")
 """Columns of a row that hold its images, as in TRL."""
@@ -160,6 +164,40 @@ class PromptReader(Protocol):
     def tensors(self) -> list[Tensor]:
         """Gives the tensors of `kept`."""
         return []
+
+    def contexts(self, repeat: Repeat) -> ImageContexts | None:  # noqa: ARG002
+        """Gives what reads images in conversations that grow; None where they are text alone.
+
+        Args:
+            repeat: runs a function on its arguments, again where memory runs out.
+
+        Returns:
+            The reader.
+        """
+        return None
+
+    def read_in_contexts(self) -> dict[str, Any] | None:
+        """Gives what `contexts` has read and ids stand for, in plain values; None where they are text alone."""
+        return None
+
+    def read_contexts_again(self, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Reads again what a checkpoint tells of.
+
+        Args:
+            saved: from `read_in_contexts`.
+        """
+        return
+
+    def measured(self, examples: Sequence[dict[str, Any]]) -> Prompts:
+        """Reads prompts that environments put into contexts of their own, so that only their lengths count here.
+
+        Args:
+            examples: rows of the dataset.
+
+        Returns:
+            The prompts.
+        """
+        return self(examples)
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Gives the tokens of prompts, without a limit; their number is what counts.
@@ -402,7 +440,7 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
     unusable.when(not prompt, "prompt/chat")
     for place, turn in enumerate(prompt):
         _check_message(place, turn)
-    unusable.when(not shows_images and any(map(_shows_image, prompt)), "prompt/image", prompt=prompt, known=KNOWN)
+    unusable.when(not shows_images and any(map(shows_image, prompt)), "prompt/image", prompt=prompt, known=KNOWN)
 
 
 def _check_alike(prompt: Any, first: Any) -> None:
@@ -413,11 +451,6 @@ def _check_message(place: int, turn: Mapping[str, Any]) -> None:
     known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
     unusable.when(not isinstance(turn.get("role"), str), "message/role", place=place, known=known)
     unusable.when(not known.keys() & _SAID, "message/content", place=place, known=known)
-
-
-def _shows_image(turn: Mapping[str, Any]) -> bool:
-    parts = turn.get("content")
-    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
 # ------------------------------------------------------------------ images in messages

@@ -165,7 +165,7 @@ class Checkpoints:
             setup.memory.budget_bytes = loop["memory"]["budget_bytes"]
         if saved.trajectory is not None:
             facts = loop["experience"]
-            _read_again(setup, saved.trajectory, state.cursor.position, facts["consumed"])
+            _read_again(setup, saved.trajectory, state.cursor.position, facts["consumed"], loop.get("contexts"))
             waiting = self._collector.groups_from(facts["waiting"])
             state.rollout = Rollout(trajectory=saved.trajectory, **{**facts, "waiting": waiting})
         state.waiting = self._collector.groups_from(loop["waiting"])
@@ -208,6 +208,7 @@ class Checkpoints:
             "memory": self._setup.memory.state_dict(),
             "alarms": state.alarms.state_dict(),
             "experience": _rollout_facts(state.rollout),
+            "contexts": self._setup.models.reader.read_in_contexts(),
             "waiting": plain_groups(state.waiting),
             "ahead": [(key, plain_completion(completion)) for key, completion in drawn.items()],
             "concessions": [asdict(degradation) for degradation in state.degradations],
@@ -228,11 +229,16 @@ class Checkpoints:
         return {**run_facts(setup.config, first, setup.source.prompts_per_epoch), **setup.models.run_facts()}
 
 
-def _read_again(setup: TrainingSetup, trajectory: Trajectory, position: int, consumed: int) -> None:
+def _read_again(
+    setup: TrainingSetup, trajectory: Trajectory, position: int, consumed: int, contexts: Mapping[str, Any] | None
+) -> None:
     """Reads the prompts of a stored rollout again where their ids stand for what the device keeps of them."""
     reader = setup.models.reader
     reader.forget()
     if reader.kept() is None:
+        return
+    if setup.environments is not None and contexts is not None:
+        reader.read_contexts_again(contexts)
         return
     read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
     stored = {tuple(ids.tolist()) for ids in trajectory.conditions.rows()}

@@ -90,7 +90,8 @@ class Collector:
         if self._config.partial_rollout_tokens is not None:
             return self._draw_partly(state)
         groups = self._groups(self._read(state.cursor.position, self._settings.prompts_per_rollout), state)
-        batch = self.episodes.begin(groups) if self.episodes.played else None
+        with self._setup.memory.phase(Phase.ROLLOUT, compared=False):
+            batch = self.episodes.begin(groups) if self.episodes.played else None
         self.plan(groups.prompts, batch)
         samples, pending = self._draw(groups, state, batch=batch)
         return Drawn(samples, pending, consumed=len(groups.prompts.ids))
@@ -149,7 +150,7 @@ class Collector:
 
         Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
         """
-        prompts = self._repeat(self.reader, examples, phase=Phase.EVALUATE)
+        prompts = self._repeat(self._reads, examples, phase=Phase.EVALUATE)
         groups = Groups(prompts, self._config.eval_generations, self._config.seed, EVALUATION_ROLLOUT)
         samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE))
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
@@ -295,7 +296,12 @@ class Collector:
         return self._repeat(self._read_now, position, count)
 
     def _read_now(self, position: int, count: int) -> Prompts:
-        return self.reader(self._setup.source.take(position, count))
+        return self._reads(self._setup.source.take(position, count))
+
+    @property
+    def _reads(self) -> Callable[[Sequence[dict[str, Any]]], Prompts]:
+        """What reads prompts; episodes have contexts of their own."""
+        return self.reader.measured if self.episodes.played else self.reader
 
     def _repeat(self, function: Callable[..., Made], *values: Any, phase: Phase = Phase.ROLLOUT, **named: Any) -> Made:
         """Repeats a small stage beside a phase's own work; no plan predicted it, and its peak corrects none."""

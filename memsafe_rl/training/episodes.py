@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class Episodes:
         table = environments.table(
             self.draw_turns,
             self.draw_answers,
+            partial(setup.recovery.repeat, Stage.STORE),
             completion_tokens=setup.sampling.max_new_tokens,
             context_tokens=min(contexts, default=None),
         )

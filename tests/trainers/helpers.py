@@ -56,6 +56,8 @@ def make_trainer(output_dir: Path, *, model: Any = None, policy: Any = None, **s
 
 
 ARGUMENTS = {
+    "environment_factory",
+    "tools",
     "reward_funcs",
     "train_dataset",
     "eval_dataset",
@@ -121,7 +123,8 @@ def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     for _ in range(steps - 1):
         trainer.loop.step()
     trainer.loop.state.rollout = trainer.loop.state.rollout or trainer.loop.collect()
-    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    trajectory = trainer.loop.state.rollout.trajectory
+    rows = trajectory.rows_of(trainer.loop.learner.rows(trainer.loop.state.cursor))
     terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     mine = trainer.loop.learner.local_rows(trajectory, rows)
     trainer.loop.learner.plan(trajectory, mine)

@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout import refusal, unusable
-from memsafe_rl.rollout.multi_turn.protocol import Action, Message, ToolCall
+from memsafe_rl.rollout.multi_turn.protocol import Action, ImageContexts, Message, ToolCall
 
 _MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
 _STAND_INS = _MARK, f"<think>\n{_MARK}\n</think>\n\n{_MARK}"  # some templates put empty thoughts before a last turn
@@ -44,6 +44,14 @@ class PlainText:
         text = "".join(message["content"] for message in messages)
         return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
+    def joined(self, before: Sequence[int], told: Sequence[int], *_messages: object) -> list[int]:
+        """Puts the ids of what follows behind a context."""
+        return [*before, *told]
+
+    def plain(self, ids: Sequence[int]) -> Sequence[int]:
+        """Gives the tokens that a context stands for."""
+        return ids
+
     def read(self, _context: Sequence[int], ids: Sequence[int], _schemas: object) -> Action:
         """Reads a turn that the model drew."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -56,20 +64,39 @@ def check_template(tokenizer: Any) -> None:
 
 
 class Chat:
-    """Conversations in a tokenizer's chat template."""
+    """Conversations in a tokenizer's chat template, with images where something reads them."""
 
-    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None, images: ImageContexts | None = None
+    ) -> None:
         check_template(tokenizer)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._images = tokenizer, images
         self._kwargs = dict(template_kwargs or {})
         self._closing: str | None = None
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
         """Gives the ids of a whole conversation, up to where the next turn begins."""
-        rendered = self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)
-        ids = list(rendered["input_ids"])
+        if self._images is None:
+            ids = list(self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)["input_ids"])
+        else:
+            ids = self._images.tokens(self._text(messages, schemas, goes_on=True))
         unusable.when(not ids, "template/nothing", roles=_roles(messages))
-        return ids
+        return self.joined([], ids, messages, messages)
+
+    def joined(
+        self, before: Sequence[int], told: Sequence[int], messages: Sequence[Message], seen: Sequence[Message]
+    ) -> list[int]:
+        """Puts the ids of what was seen behind a context, and has its images read."""
+        return [*before, *told] if self._images is None else self._images.entered(before, told, messages, seen)
+
+    def plain(self, ids: Sequence[int]) -> Sequence[int]:
+        """Gives the tokens that a context stands for."""
+        return ids if self._images is None else self._images.plain(ids)
+
+    def _tokens(self, text: str) -> list[int]:
+        if self._images is not None:
+            return self._images.tokens(text)
+        return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     def following(
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
@@ -91,8 +118,7 @@ class Chat:
                 return None
             if after.startswith(before) and _MARK in before:
                 closing = self._turn_end(asked, before).removeprefix(self._tokenizer.decode([last_id]))
-                text = closing + after[len(before) :]
-                return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
+                return self._tokens(closing + after[len(before) :])
         return None
 
     def _turn_end(self, asked: Message, rendered: str) -> str:
@@ -109,7 +135,9 @@ class Chat:
             return Action(text, message={"role": "assistant", "content": text})
         try:
             if getattr(self._tokenizer, "response_template", None) is not None:
-                message = self._tokenizer.parse_response(list(ids), prefix=list(context), tools=list(schemas))
+                message = self._tokenizer.parse_response(
+                    list(ids), prefix=list(self.plain(context)), tools=list(schemas)
+                )
             else:
                 ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
                 message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends)
@@ -122,7 +150,11 @@ class Chat:
         return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))
 
     def _rendered(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], **how: Any) -> Any:
-        own = copy.deepcopy(list(messages))
+        if self._images is not None:
+            own = self._images.shown(messages)
+        else:
+            unusable.when(any(map(shows_image, messages)), "images/text", roles=_roles(messages))
+            own = copy.deepcopy(list(messages))
         try:
             return self._tokenizer.apply_chat_template(own, tools=list(schemas) or None, **how, **self._kwargs)
         except (TemplateError, TypeError) as error:
@@ -135,6 +167,12 @@ class Chat:
 
 TurnFormat = PlainText | Chat
 """Between messages and token ids."""
+
+
+def shows_image(turn: Mapping[str, Any]) -> bool:
+    """Whether a message has an image, or a place for one."""
+    parts = turn.get("content")
+    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
 
 
 def encodable(value: Any) -> Any:

@@ -101,8 +101,15 @@ def seen_since(messages: Sequence[Message]) -> int:
     """Names, in 63 bits, what an agent has seen since it last spoke; equal words have one name in every process."""
     spoke = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     seen = messages[spoke[-1] + 1 if spoke else 0 :]
-    text = json.dumps([dict(message) for message in seen], sort_keys=True, default=str)
+    text = json.dumps([dict(message) for message in seen], sort_keys=True, default=_named)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _named(value: Any) -> str:
+    """Names what JSON has no form for: an image by its pixels."""
+    if not hasattr(value, "tobytes"):
+        return str(value)
+    return f"{value.size} {hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()}"
 
 
 def turn_key(key: SequenceKey, turn: int, *, user: bool = False) -> SequenceKey:

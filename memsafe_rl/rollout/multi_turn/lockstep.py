@@ -20,9 +20,9 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.rewards.background import BackgroundLoop
 from memsafe_rl.rollout import refusal, unusable
-from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable, shared_messages
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable, shared_messages, shows_image
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
-from memsafe_rl.rollout.multi_turn.protocol import Environment, Message, Observation, Rewritten, Step
+from memsafe_rl.rollout.multi_turn.protocol import Environment, ImageContexts, Message, Observation, Rewritten, Step
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 from memsafe_rl.rollout.multi_turn.users import NO_ANSWER, CallableUser, ModelUser, as_seen_by_user
 from memsafe_rl.types import Completion, SequenceKey
@@ -101,6 +101,7 @@ class EpisodeSettings:
     caller: Caller  # calls environments and other users
     template_kwargs: Mapping[str, Any] | None = None  # extra arguments of the chat template
     user_context: int | None = None  # longest prompt and answer of a user that is a model, in tokens; None for no limit
+    images: ImageContexts | None = None  # reads images in conversations; None where these are text alone
 
 
 def play(beginnings: Sequence[Beginning], table: EpisodeSettings) -> list[Episode]:
@@ -116,7 +117,7 @@ def begin(beginnings: Sequence[Beginning], table: EpisodeSettings) -> EpisodeBat
     """Resets environments and reads what agents see first; nothing is drawn."""
     refusal.when(len({id(one.environment) for one in beginnings}) < len(beginnings), "episodes/shared")
     chat = any(one.environment.conversational or not isinstance(one.prompt, str) for one in beginnings)
-    dialect = Chat(table.tokenizer, table.template_kwargs) if chat else PlainText(table.tokenizer)
+    dialect = Chat(table.tokenizer, table.template_kwargs, table.images) if chat else PlainText(table.tokenizer)
     match = EpisodeBatch([LiveEpisode(one.key, one.example, one.environment) for one in beginnings], table, dialect)
     match.reset([one.prompt for one in beginnings])
     return match
@@ -207,7 +208,8 @@ class EpisodeBatch:
         for one, completion in zip(speaking, drawn, strict=True):
             one.take(completion)
             action = self._dialect.read(one.context, one.drawn, one.schemas)
-            one.action = replace(action, prompt_ids=one.context, ids=one.drawn, logprobs=completion.logprobs.tolist())
+            read = self._dialect.plain(one.context)
+            one.action = replace(action, prompt_ids=read, ids=one.drawn, logprobs=completion.logprobs.tolist())
             one.messages.append(action.message)
             one.malformed += action.malformed
             if not completion.finished:
@@ -255,7 +257,7 @@ class EpisodeBatch:
         if told is None:
             one.context = self._dialect.first(one.messages, one.schemas)
         else:
-            one.context = [*one.context, *one.drawn, *told]
+            one.context = self._dialect.joined([*one.context, *one.drawn], told, one.messages, seen)
         if self._room(one) < 1:
             one.context, one.messages, one.opening = before
             one.ending = Ending.CONTEXT
@@ -302,7 +304,9 @@ class EpisodeBatch:
 
     def _seen_by(self, one: LiveEpisode) -> list[int]:
         system: Message = {"role": "system", "content": encodable(one.instructions)}
-        return self._dialect.first([system, *as_seen_by_user(one.messages)], ())
+        said = as_seen_by_user(one.messages)
+        refusal.when(any(map(shows_image, said)), "episodes/user_images")
+        return self._dialect.first([system, *said], ())
 
     def _hear(self, one: LiveEpisode, answer: Any) -> None:
         one.user_turns += 1
@@ -340,7 +344,9 @@ def opened(prompt: Any, seen: Observation) -> list[Message]:
 
 def observed(seen: Observation) -> list[Message]:
     """Turns an observation into messages."""
-    seen = seen.messages if isinstance(seen, Rewritten) else seen
+    if isinstance(seen, Rewritten):
+        seen = seen.messages
+        unusable.when(any(map(shows_image, seen or ())), "episodes/rewritten_images")
     if seen is None:
         return []
     if isinstance(seen, str):

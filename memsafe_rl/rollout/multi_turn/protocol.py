@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from memsafe_rl.rollout import unusable
 
@@ -25,6 +25,58 @@ class Rewritten:
     """
 
     messages: Sequence[Message]
+
+
+class ImageContexts(Protocol):
+    """Reads conversations with images: their tokens, and what stands for these where a network reads them."""
+
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Gives messages as chat templates take them, images as placeholders.
+
+        Args:
+            messages: a conversation.
+
+        Returns:
+            Copies that share nothing that a template could change.
+        """
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokenizes what a chat template has written.
+
+        Args:
+            text: with one placeholder an image.
+
+        Returns:
+            Token ids.
+        """
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """Gives the tokens that a context stands for.
+
+        Args:
+            ids: of a context.
+
+        Returns:
+            As many ids of the vocabulary.
+        """
+
+    def entered(
+        self, before: Sequence[int], told: Sequence[int], messages: Sequence[Message], seen: Sequence[Message]
+    ) -> list[int]:
+        """Puts tokens behind a context; where they bring images, the network's tower reads the whole anew.
+
+        Args:
+            before: ids of the context so far.
+            told: token ids with one placeholder an image, as `tokens` gives them.
+            messages: the whole conversation.
+            seen: those of them whose tokens are told.
+
+        Returns:
+            Ids of the context.
+
+        Raises:
+            DataError: an image cannot be read, or the template does not show it.
+        """
 
 
 Observation = str | Sequence[Mapping[str, Any]] | Rewritten | None

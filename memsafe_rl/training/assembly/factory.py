@@ -103,7 +103,8 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
         models.read_text_alone()
     bound_prompts(config, request.critic, models.reader)
     models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
-    pool = environment_pool_for(config, models.processing_class, request.tools, request.environment_factory)
+    tokenizer = getattr(models.processing_class, "tokenizer", models.processing_class)  # of a processor
+    pool = environment_pool_for(config, tokenizer, models.reader, request.tools, request.environment_factory)
     train_dataset, eval_dataset = request.train_dataset, request.eval_dataset
     if pool is not None:
         train_dataset = with_prompts(config, train_dataset, pool)

@@ -225,7 +225,7 @@ def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> I
 def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> None:
     """Refuses what a run whose prompts may hold images does not support yet."""
     others = {
-        **{name: value is not None for name, value in given.items()},
+        "rollout_func": given["rollout_func"] is not None,
         **dict.fromkeys(config.engines_chosen, True),
         "partial_rollout_tokens": config.partial_rollout_tokens is not None,
         "fsdp": config.sharded,
@@ -234,6 +234,9 @@ def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> No
     chosen = [name for name, is_set in others.items() if is_set]
     if chosen:
         raise refusal("images/beside", name=chosen[0])
+    plays = [name for name in ("tools", "environment_factory") if given[name]]
+    if plays and config.world_size > 1:
+        raise refusal("images/ranks", name=plays[0], count=config.world_size)
 
 
 def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSettings:
