@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from memsafe_rl import ConfigError, DataError, SimulatedMemory
 from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Rewritten, Step
 from memsafe_rl.rollout.multi_turn.users import ModelUser
-from tests.images import FAMILIES, never_drawn, own_arguments, picture, processor, small
+from tests.images import FAMILIES, never_drawn, own_arguments, picture, processor, rows, small
 from tests.rollout.multi_turn.helpers import chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, relative, weights
@@ -121,6 +121,9 @@ def test_a_resumed_run_reads_what_environments_showed_again(learns: bool, tmp_pa
     through = steps(tmp_path / "through", model=network())
     through.train()
     assert through.history[0]["episodes/sequences"] == 2
+    judged = steps(tmp_path / "judged", model=network(), eval_strategy="steps", eval_steps=1, eval_dataset=rows())
+    judged.train()
+    assert torch.equal(weights(judged), weights(through)), "an evaluation leaves what the rollout keeps"
     for step in (1, 2):  # in the middle of a rollout, and between two
         resumed = steps(tmp_path / str(step), model=network())
         resumed.train(resume_from_checkpoint=str(tmp_path / "through" / f"checkpoint-{step}"))
