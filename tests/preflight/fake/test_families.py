@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    MambaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 from memsafe_rl.preflight.fake.device import fake_device
 from tests.preflight.beside import run, saved
@@ -22,6 +29,11 @@ def qwen3_moe() -> PretrainedConfig:
     return Qwen3MoeConfig(num_experts=8, num_experts_per_tok=2, **sizes, **_COMMON, **_ATTENTION)
 
 
+def gpt_oss() -> PretrainedConfig:
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return GptOssConfig(head_dim=32, **sizes, **_COMMON, **_ATTENTION)
+
+
 def mixtral() -> PretrainedConfig:
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
     return MixtralConfig(**sizes, **_COMMON, **_ATTENTION)
@@ -34,7 +46,8 @@ def mamba() -> PretrainedConfig:
 @pytest.mark.parametrize(
     ("config", "settings", "near"),
     [
-        (qwen3_moe, {}, 0.01),
+        (qwen3_moe, {"router_z_loss_coef": 0.01}, 0.01),
+        (gpt_oss, {"router_z_loss_coef": 0.01}, 0.01),
         (mixtral, {"router_aux_loss_coef": 0.0}, 0.01),
         (
             mamba,
