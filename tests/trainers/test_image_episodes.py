@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -151,9 +152,8 @@ CALLS = {
 """Words of a vocabulary, and calls that stand in their place: a network that knows nothing draws some."""
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
-def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
-    called: list[int] = []
+def looking(called: list[int]) -> Any:
+    """Gives a tool that shows a picture, and notes where it was looked."""
 
     def look(place: int) -> Any:
         """Looks closer.
@@ -167,6 +167,13 @@ def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
         called.append(place)
         return [{"type": "image", "image": picture(16, 16, place)}, {"type": "text", "text": "w5"}]
 
+    return look
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
+    called: list[int] = []
+
     def judge(completions: list[Any], **_: Any) -> list[float]:
         shown = [part for said in completions for turn in said if turn["role"] == "tool" for part in turn["content"]]
         # of which an episode without room for what it is shown ends before
@@ -177,7 +184,7 @@ def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
         tmp_path,
         model=small(family),
         processing_class=calling(family),
-        tools=[look],
+        tools=[looking(called)],
         reward_funcs=judge,
         max_completion_length=60,
         generation_kwargs={"eos_token_id": [2, *range(30, 40)]},
@@ -192,6 +199,28 @@ def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
         logits = own_logits(small(family), reader, contexts[owner].tolist(), actions.tolist(), processor(family))
         found = taken(logits, actions, never_drawn(family))[mask.bool()]
         assert torch.allclose(found, rollout.sampling_logprobs.rows()[row][mask.bool()], atol=1e-5)
+
+
+def test_a_network_of_a_dataset_of_texts_sees_what_tools_show(tmp_path: Path) -> None:
+    called: list[int] = []
+    small("qwen2_vl").save_pretrained(tmp_path / "model")
+    calling("qwen2_vl").save_pretrained(tmp_path / "model")
+    trainer = make(
+        tmp_path / "run",
+        model=str(tmp_path / "model"),
+        processing_class=None,
+        tools=[looking(called)],
+        reward_funcs=lambda completions, **_: [float(len(str(said))) for said in completions],
+        train_dataset=Dataset.from_list(tasks()),
+        max_completion_length=60,
+        generation_kwargs={"eos_token_id": [2, *range(30, 40)]},
+        max_steps=1,
+        learning_rate=0.1,
+    )
+    before = {name: weight.clone() for name, weight in trainer.model.named_parameters()}
+    trainer.train()
+    assert called
+    assert not any(torch.equal(weight, before[name]) for name, weight in trainer.model.named_parameters())
 
 
 def calling(family: str) -> Any:
@@ -231,4 +260,4 @@ def test_what_cannot_be_seen_is_refused(tmp_path: Path) -> None:
 
 
 def tasks() -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": f"{goal}"}], "goal": goal} for goal in (1, 2, 4, 5)]
+    return [{"prompt": [{"role": "user", "content": f"w{goal}"}], "goal": goal} for goal in (1, 2, 4, 5)]

@@ -99,7 +99,8 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     models = factory_of(request.model)(config, request.model, request.processing_class)
     sets = request.eval_dataset.values() if isinstance(request.eval_dataset, Mapping) else [request.eval_dataset]
     known = [one for one in (request.train_dataset, *sets) if one is not None]
-    if request.processing_class is None and all(map(holds_text_alone, known)):
+    shows_more = request.tools or request.environment_factory  # than the datasets tell of
+    if request.processing_class is None and not shows_more and all(map(holds_text_alone, known)):
         models.read_text_alone()
     bound_prompts(config, request.critic, models.reader)
     models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
