@@ -21,7 +21,8 @@ class MCPTools:
     """The tools of a server of the Model Context Protocol; pass it as `tools`.
 
     The server is started, or connected to, at once and kept until `close`. The calls of all episodes run at the same
-    time, each once. What a tool calls an error becomes its result, and counts as a failed call.
+    time, each once. What a tool calls an error becomes its result, and counts as a failed call. So does a call during
+    which the server is lost: it may have done its work. The next call starts the server, or connects to it, anew.
 
     Args:
         server: a command as a list, such as ``["python", "server.py"]``, which is run with no more of this process's
@@ -49,14 +50,9 @@ class MCPTools:
     ) -> None:
         self._server, self._named = _target(server, env), f"{server!r:.100}"
         self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
-        self._ready, self._error = threading.Event(), ""
         self._listed: list[Any] = []
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
-        self._thread.start()
-        if not self._ready.wait(timeout_seconds) or self._error:
-            self.close()
-            reason = self._error or f"it did not answer within {timeout_seconds:g} seconds"
-            raise refusal("mcp/server", server=self._named, reason=reason)
+        self._connecting, self._is_closed = threading.Lock(), False
+        self._connect()
         there: dict[str, Any] = {tool.name: tool for tool in self._listed}
         missing = sorted(set(allow or ()) - there.keys())
         if missing or not there or (allow is not None and not allow):
@@ -84,9 +80,31 @@ class MCPTools:
 
     def close(self) -> None:
         """Ends the connection, and the command where one was started."""
+        self._is_closed = True
+        self._disconnect()
+
+    def _connect(self) -> None:
+        """Starts a connection and waits for it."""
+        self._ready, self._error, self._is_lost = threading.Event(), "", False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(self._seconds) or self._error:
+            self._is_lost = True
+            self._disconnect()
+            reason = self._error or f"it did not answer within {self._seconds:g} seconds"
+            raise refusal("mcp/server", server=self._named, reason=reason)
+
+    def _disconnect(self) -> None:
         if self._thread.is_alive() and hasattr(self, "_loop"):
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(_FAREWELL_SECONDS)
+
+    def _connect_anew(self) -> None:
+        """Connects again where the server was lost; of calls at the same time, one does."""
+        with self._connecting:
+            if self._is_lost:
+                self._disconnect()
+                self._connect()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Calls a tool.
@@ -104,8 +122,10 @@ class MCPTools:
         size, most = len(json.dumps(dict(arguments), default=str)), self._most[0]
         if size > most:
             raise MemsafeError(f"the arguments of {name} have {size:,} characters; {most:,} are passed on.")
-        if not self._thread.is_alive():
-            raise MemsafeError(f"the MCP server of {name} is gone.")
+        if self._is_closed:
+            raise MemsafeError(f"the MCP server of {name} is gone: it was closed.")
+        if self._is_lost:
+            await asyncio.to_thread(self._connect_anew)
         running = asyncio.run_coroutine_threadsafe(self._called(name, dict(arguments)), self._loop)
         return await asyncio.wrap_future(running)
 
@@ -114,6 +134,12 @@ class MCPTools:
             result = await asyncio.wait_for(self._client.call_tool(name, arguments), self._seconds)
         except TimeoutError:
             raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
+        except Exception as error:
+            code = getattr(getattr(error, "error", None), "code", None)
+            if code in (None, _library().types.CONNECTION_CLOSED):  # others are the server's own refusals
+                self._is_lost = True
+                raise MemsafeError(f"the MCP server of {name} is gone ({error}); the next call starts anew.") from error
+            raise
         text = self._bounded(_shown(result))
         if getattr(result, "is_error", False):
             raise MemsafeError(text)

@@ -54,6 +54,11 @@ def environment(name: str) -> str:
     "Reads a variable."
     return os.environ.get(name, "unset")
 
+@server.tool()
+def leave() -> int:
+    "Ends the server."
+    os._exit(1)
+
 server.run(*sys.argv[1:2], **({"port": int(sys.argv[2])} if sys.argv[2:] else {}))
 """
 
@@ -81,7 +86,7 @@ def called(tools: Any, *calls: tuple[str, dict[str, Any]]) -> Any:
 
 @pytest.mark.slow
 def test_the_tools_describe_themselves_and_answer(tools: MCPTools) -> None:
-    assert len(tools) == 5
+    assert len(tools) == 6
     add = tool_schemas(tools)[0]["function"]
     assert (add["name"], add["description"]) == ("add", "Adds two numbers.")
     assert set(add["parameters"]["properties"]) == {"a", "b"}
@@ -139,6 +144,19 @@ def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
     assert "did not answer within 1 seconds" in said[2]
     with pytest.raises(MemsafeError, match="is gone"):
         asyncio.run(tools.call("long", {"count": 1}))
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_anew(script: Path) -> None:
+    env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    with MCPTools([sys.executable, str(script)], env=env) as tools:
+        lost = called(tools, ("leave", {}))
+        assert lost.failures == 1
+        assert "is gone (Connection closed); the next call starts anew" in lost.observation[0]["content"]
+        again = called(tools, ("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}))
+        assert [message["content"] for message in again.observation] == ["3", "7"]
+    with pytest.raises(MemsafeError, match="it was closed"):
+        asyncio.run(tools.call("add", {"a": 1, "b": 2}))
 
 
 @pytest.mark.slow
