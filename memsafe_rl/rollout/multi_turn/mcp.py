@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import threading
+from base64 import b64decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -33,6 +34,8 @@ class MCPTools:
         timeout_seconds: longest wait for the server, at its start and for each call.
         max_result_characters: a longer result is cut, and says so.
         max_argument_characters: longest arguments of a call, as JSON; a call with longer ones fails.
+        shows_images: whether the model sees the images of a result, as a network that reads images can; a note stands
+            in their place otherwise.
 
     Raises:
         ConfigError: the package `mcp` is missing, the server does not answer, or has no tool of a name in `allow`.
@@ -47,10 +50,12 @@ class MCPTools:
         timeout_seconds: float = 60.0,
         max_result_characters: int = 20_000,
         max_argument_characters: int = 20_000,
+        shows_images: bool = False,
     ) -> None:
         self._server, self._named = _target(server, env), f"{server!r:.100}"
         self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
         self._listed: list[Any] = []
+        self._shows_images = shows_images
         self._connecting, self._is_closed = threading.Lock(), False
         self._connect()
         there: dict[str, Any] = {tool.name: tool for tool in self._listed}
@@ -106,7 +111,7 @@ class MCPTools:
                 self._disconnect()
                 self._connect()
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Calls a tool.
 
         Args:
@@ -114,7 +119,7 @@ class MCPTools:
             arguments: by name.
 
         Returns:
-            Its result as text.
+            Its result as text; as parts of a message where it shows images.
 
         Raises:
             MemsafeError: the tool fails, the server is gone or slow, or the arguments are too long.
@@ -129,7 +134,7 @@ class MCPTools:
         running = asyncio.run_coroutine_threadsafe(self._called(name, dict(arguments)), self._loop)
         return await asyncio.wrap_future(running)
 
-    async def _called(self, name: str, arguments: dict[str, Any]) -> str:
+    async def _called(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
         try:
             result = await asyncio.wait_for(self._client.call_tool(name, arguments), self._seconds)
         except TimeoutError:
@@ -143,7 +148,12 @@ class MCPTools:
         text = self._bounded(_shown(result))
         if getattr(result, "is_error", False):
             raise MemsafeError(text)
-        return text
+        images = [block for block in result.content if block.type == "image"] if self._shows_images else []
+        if not images:
+            return text
+        blocks = [block for block in result.content if block.type != "image"]
+        said = [{"type": "text", "text": self._bounded("\n".join(map(_text, blocks)))}] if blocks else []
+        return [{"type": "image", "image": b64decode(block.data)} for block in images] + said
 
     def _bounded(self, text: str) -> str:
         most = self._most[1]
@@ -189,7 +199,7 @@ def _target(server: Any, env: Mapping[str, str] | None) -> Any:
 def _tool(owner: MCPTools, tool: Any) -> Tool:
     """Gives a function that calls a tool, and describes itself to chat templates."""
 
-    async def call(**arguments: Any) -> str:
+    async def call(**arguments: Any) -> str | list[dict[str, Any]]:
         return await owner.call(tool.name, arguments)
 
     call.__name__ = tool.name

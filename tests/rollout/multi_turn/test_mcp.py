@@ -128,6 +128,12 @@ def test_results_that_are_structured_or_embedded_are_shown() -> None:
         '{"city": "Köln"}',
         "inside\n[image that is no text]",
     ]
+    with MCPTools(server, shows_images=True) as tools:
+        shown = called(tools, ("structured", {}), ("parts", {})).observation
+    assert [message["content"] for message in shown] == [
+        '{"city": "Köln"}',
+        [{"type": "image", "image": b"hi"}, {"type": "text", "text": "inside"}],
+    ]
 
 
 @pytest.mark.slow
