@@ -464,6 +464,7 @@ def images_of(row: Mapping[str, Any]) -> list[Any]:
             not isinstance(several, (list, tuple)) or any(one is None for one in several), "images/list", images=several
         )
         return list(several)
+    unusable.when(isinstance(row.get("image"), list), "images/one", image=row.get("image"))
     return [] if row.get("image") is None else [row["image"]]
 
 

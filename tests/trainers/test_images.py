@@ -392,6 +392,12 @@ def test_a_prompt_whose_images_are_miscounted_is_refused(prompt: Any, message: s
         make(tmp_path, train_dataset=[{"prompt": prompt, "image": picture(8, 8)}])
 
 
+def test_a_column_of_one_image_holds_no_list(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "w1"}], "image": [picture(16, 16)], "goal": 1}
+    with pytest.raises(DataError, match="Call the column 'images', or give one image a row"):
+        make(tmp_path, train_dataset=[row] * 4)
+
+
 @pytest.mark.parametrize("images", [picture(8, 8), [picture(8, 8), None]])
 def test_a_column_of_images_holds_lists(images: Any, tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "w1"}], "goal": 1}
