@@ -229,7 +229,7 @@ class Attempts(Generic[Plan]):
                 "plan, or None to give up."
             )
         tracker.record("fallback", phase=tracker.phase_now, changes=changes(plan, leaner))
-        logger.warning("out of memory twice in phase %s: going on with %s", tracker.phase_now, leaner)
+        logger.warning("out of memory twice in phase %s: continuing with %s", tracker.phase_now, leaner)
         self.plan = cast(Plan, leaner)
 
     def _failure(self, failed: _Failed) -> MemoryFailure:
