@@ -342,17 +342,17 @@ def make_images(folder: Path, *, several: bool) -> None:
         several: whether the column is a list.
     """
     pictures = [Image.new("RGB", (56, 28 + 28 * (place % 2)), (40 * place, 90, 10)) for place in range(6)]
-    shown = [pictures[place : place + place % 3] for place in range(6)] if several else pictures
+    lists = [pictures[place : place + place % 3] for place in range(6)]
     column, feature = ("images", List(Picture())) if several else ("image", Picture())
     text = {"type": "text", "text": "What is in it?"}
 
     def prompt(place: int) -> list[dict[str, Any]]:
-        places = len(shown[place]) if several else 1
+        places = len(lists[place]) if several else 1
         return [{"role": "user", "content": [*[{"type": "image", "text": None}] * places, text]}]
 
     rows = Dataset.from_dict({"prompt": [prompt(place) for place in range(6)], column: [None] * 6})
     features = Features({**rows.features, column: feature})
-    rows = Dataset.from_dict({"prompt": rows["prompt"], column: shown}, features=features)
+    rows = Dataset.from_dict({"prompt": rows["prompt"], column: lists if several else pictures}, features=features)
     place = folder / "conversational_prompt_only"
     place.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(place / "train.parquet")
