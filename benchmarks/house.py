@@ -40,6 +40,7 @@ LIBRARY_PRIVATES = {
     *("_to_sharded", "_unsharded_param"),  # likewise
     *("_forward_hooks", "_forward_pre_hooks", "_replace"),  # torch, named tuples
     *("_attn_implementation", "_attn_implementation_internal", "_name_or_path"),  # transformers
+    "_keys_to_ignore_on_save",  # likewise
 }
 """Privates of libraries for which there is no public name."""
 

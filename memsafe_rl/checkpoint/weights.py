@@ -185,10 +185,12 @@ def _read_model(model: Any, folder: Path) -> None:
     types = {weight.dtype for weight in model.parameters() if weight.dtype in _TYPES.values()} ^ _saved_types(folder)
     if types:
         raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
+    # What no file holds was made by whoever made the model, and maybe rounded on the way.
+    stored = model.state_dict().keys() - (getattr(model, "_keys_to_ignore_on_save", None) or ())
     with torch.no_grad():
-        for (_, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
-            copy_into(target, source)
-        stored = model.state_dict().keys()
+        for (name, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
+            if name in stored:
+                copy_into(target, source)
         for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
-            if name in stored:  # the others were made by whoever made the model, and maybe rounded on the way
+            if name in stored:
                 target.copy_(source)

@@ -82,10 +82,11 @@ class RLOOConfig(RLOOSettings, TrainerConfig):
         return {"estimator": "rloo"}
 
     def check_algorithm(self) -> None:
-        """Checks the bounds of rewards."""
+        """Checks the bounds of rewards, and that no KL in the loss is spoken of."""
         bounds = self.reward_clip_range
         if bounds is not None and (len(bounds) != 2 or bounds[0] >= bounds[1]):
             raise refusal("reward_clip_range", bounds=bounds)
+        _refuse_changed(self, ("use_bias_correction_kl",), "in RLOO, whose KL stands in the rewards, not in the loss")
 
 
 def _check_objectives(config: GRPOConfig) -> None:
@@ -143,7 +144,7 @@ def _check_separable(config: GRPOConfig, why: str) -> None:
         raise refusal("loss_type/separable", config=config, why=why, fitting=fitting)
 
 
-def _refuse_changed(config: GRPOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:
+def _refuse_changed(config: GRPOConfig | RLOOConfig, names: tuple[str, ...], why: str, remedy: str = "") -> None:
     for name in names:
         value = getattr(config, name)
         refusal.when(value != config.declared[name].default, "beside", name=name, value=value, why=why, remedy=remedy)

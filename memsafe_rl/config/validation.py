@@ -289,6 +289,7 @@ def _check_saving(config: TrainerConfig) -> None:
 
 def _check_memory(config: TrainerConfig) -> None:
     refusal.when(config.batch_invariant and config.compile_mode is not None, "batch_invariant")
+    refusal.when(config.batch_invariant and not config.disable_dropout, "batch_invariant/dropout")
     check_budget(config.memory_budget)
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))

@@ -339,7 +339,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
             raise unusable("dataset/keys", name=name, index=index, own=own, first=first)
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except (TypeError, ValueError, AttributeError) as error:  # the last of a list of images that holds None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # the last of images that hold None
         reason = " ".join(str(error).split())
         raise unusable("dataset/values", name=name, reason=reason) from error
 

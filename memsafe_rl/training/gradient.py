@@ -170,6 +170,7 @@ class _Pass:
         return self.plan.pack_prompts and network.packs_prompts and not network.model.training
 
 
+@torch.enable_grad()  # the user's own code may have left it off
 def accumulate_gradient(
     adapter: ScoringAdapter,
     trajectory: Trajectory,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
-from memsafe_rl.checkpoint.weights import HostCopies, bytes_of
+import torch
+from transformers import MarianConfig, MarianMTModel
+
+from memsafe_rl.checkpoint.weights import HostCopies, bytes_of, read_weights, write_weights
 
 
 def held() -> dict[str, object]:
@@ -39,3 +42,18 @@ class TestHostCopies:
         copies.copy(value)
         value["a"] = torch.zeros(5)
         assert copies.copy(value)["a"].shape == (5,)
+
+
+def test_weights_that_a_family_never_writes_stay_as_they_are(tmp_path: Path) -> None:
+    """Marian makes its positions anew wherever a model is loaded; whoever made the model may have changed them."""
+    stacks = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    widths = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "d_model": 8, "vocab_size": 12, "pad_token_id": 0}
+    model = MarianMTModel(MarianConfig(**stacks, **widths, max_position_embeddings=16, decoder_start_token_id=0))
+    with torch.no_grad():
+        model.model.encoder.embed_positions.weight.mul_(0.5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    write_weights(model, None, tmp_path)
+    with torch.no_grad():
+        model.model.shared.weight.add_(1.0)
+    read_weights(model, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -284,6 +284,8 @@ def test_any_of_transformers_settings_of_compiling_gives_plans_a_mode() -> None:
         GRPOConfig(torch_compile_backend="cudagraphs")
     with pytest.raises(ConfigError, match="batch_invariant=True"):
         GRPOConfig(torch_compile=True, batch_invariant=True)
+    with pytest.raises(ConfigError, match=r"batch_invariant=True .* disable_dropout=False .* Leave one of the two out"):
+        GRPOConfig(disable_dropout=False, batch_invariant=True)
 
 
 def test_an_unknown_name_gives_the_nearest() -> None:

@@ -178,6 +178,8 @@ def test_datasets_streams_and_lists_of_dicts_are_taken() -> None:
         (["1+2="], r"train_dataset\[0\] is '1\+2='"),
         ([{"prompt": "a"}, {"prompt": "b", "answer": "3"}], r"train_dataset\[1\] has the keys \['answer', 'prompt'\]"),
         ([{"prompt": "a", "x": 1}, {"prompt": "b", "x": "one"}], "values differ in kind"),
+        ([{"prompt": "a", "x": 2**80}], r"cannot be stored \(.*\)\. .* whole numbers of at most 64 bits"),
+        ([{"prompt": "a\ud800"}], "cannot be stored .*surrogates not allowed.* without halves of surrogate pairs"),
         ("prompts.jsonl", "datasets.Dataset or IterableDataset with a 'prompt' column"),
         (None, "train_dataset is None"),
         ([{"prompt": "a", "image": "a.png"}], "column 'image' of images. Images are read by Qwen2-VL"),

@@ -176,6 +176,7 @@ BATCH: dict[str, Any] = {"per_device_train_batch_size": 3, "use_cpu": True}
     ("settings", "told"),
     [
         ({"reward_clip_range": (1.0, -1.0)}, "reward_clip_range is .* the lower one first"),
+        ({"use_bias_correction_kl": False}, "use_bias_correction_kl is False in RLOO, whose KL stands in the rewards"),
         ({"num_generations": 1}, "num_generations is 1"),
         ({"loss_type": "grpo"}, "loss_type is 'grpo', but it is a setting of GRPO alone. Use GRPOConfig with"),
         ({"kl_coef": 0.1}, "setting of PPO alone"),

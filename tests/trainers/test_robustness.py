@@ -12,13 +12,15 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 
+from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import PRESETS, FixedPolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, rewire, weights
 from tests.training.test_training import StopAt
 
@@ -32,6 +34,27 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
         assert again.train(resume_from_checkpoint=True).global_step == 2
         assert len(again.history) == 2
     assert not (tmp_path / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_user_code_that_leaves_autograd_off_changes_nothing(critic: bool, tmp_path: Path) -> None:
+    def careless(completions: list[str], **_: Any) -> list[float]:
+        torch.set_grad_enabled(False)
+        return count_digits(completions)
+
+    def learnt(name: str, reward: Any) -> torch.Tensor:
+        made = (_ppo if critic else make_trainer)(tmp_path / name, reward_funcs=reward)
+        with torch.set_grad_enabled(reward is count_digits):
+            made.train()
+        return weights(made)
+
+    assert torch.equal(learnt("careless", careless), learnt("careful", count_digits))
+
+
+def _ppo(folder: Path, reward_funcs: Any) -> Any:
+    config = PPOConfig(str(folder), per_device_train_batch_size=8, max_completion_length=4, max_steps=2, use_cpu=True)
+    prompts = Dataset.from_dict({"prompt": PROMPTS})
+    return PPOTrainer(tiny_model(), reward_funcs, config, prompts, processing_class=tiny_tokenizer())
 
 
 def test_the_best_step_is_saved_when_asked_for(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ class LanguageModels(ModelFactory):
         wanted, dtype = self._config.batch_invariant, self._config.autocast_dtype
         if wanted is None:
             dtype = dtype or adapter.lm.get_input_embeddings().weight.dtype
-            wanted = self._config.compile_mode is None and is_default(adapter.device, dtype)
+            fits = self._config.compile_mode is None and self._config.disable_dropout
+            wanted = fits and is_default(adapter.device, dtype)
         for one in (adapter, adapter.reference_adapter):
             if one is not None:
                 one.batch_invariant = wanted
