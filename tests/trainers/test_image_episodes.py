@@ -125,10 +125,12 @@ def test_a_resumed_run_reads_what_environments_showed_again(learns: bool, tmp_pa
     assert through.history[0]["episodes/sequences"] == 2
     judged = steps(tmp_path / "judged", model=network(), eval_strategy="steps", eval_steps=1, eval_dataset=rows())
     judged.train()
-    assert torch.equal(weights(judged), weights(through)), "an evaluation leaves what the rollout keeps"
-    for step in (1, 2):  # in the middle of a rollout, and between two
-        resumed = steps(tmp_path / str(step), model=network())
-        resumed.train(resume_from_checkpoint=str(tmp_path / "through" / f"checkpoint-{step}"))
+    left, kept = (one.setup.models.reader.read_in_contexts() for one in (judged, through))
+    assert left == kept, "an evaluation leaves what the rollout keeps, and nothing else"
+    assert torch.equal(weights(judged), weights(through))
+    for run, step in (("through", 1), ("through", 2), ("judged", 1)):  # in the middle of a rollout, and between two
+        resumed = steps(tmp_path / f"{run} {step}", model=network())
+        resumed.train(resume_from_checkpoint=str(tmp_path / run / f"checkpoint-{step}"))
         assert torch.equal(weights(resumed), weights(through))
 
 
