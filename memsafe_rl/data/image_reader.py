@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from base64 import b64decode, b64encode
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,16 +39,16 @@ UNREADABLE = (OSError, ValueError, TypeError, AttributeError, SyntaxError)
 """What Pillow raises of a file that is missing, cut short, or no image."""
 
 
-LOSSLESS = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""Kinds of pixels that a PNG file of a checkpoint holds as they are."""
-
-
 class ReadContext(NamedTuple):
     """A context with images that environments or tools have shown."""
 
     ids: list[int]  # with one placeholder for each feature
     images: list[Any]  # open
     stored: list[int]  # what stands for the ids
+
+
+Kept = tuple[Table, dict[Hashable, ReadContext], dict[bytes, Any]]
+"""What a reader has read."""
 
 
 class ImagePromptReader(PromptReader):
@@ -65,19 +66,20 @@ class ImagePromptReader(PromptReader):
         if self._family.spelled is not None:
             text.spelled = partial(self._family.spelled, text.tokenizer, config)
         self._images: ImagePrompts | None = None
-        self._contexts: dict[Hashable, ReadContext] = {}  # by their tokens and images
+        self._contexts: dict[Hashable, ReadContext] = {}  # by tokens and images, and by their first id
+        self._own: dict[bytes, Any] = {}  # images that were shown, by their pixels
 
     def attach(self, images: ImagePrompts) -> None:
         """Names the tower that reads the images, once it is loaded."""
         self._images = images
 
-    def kept(self) -> tuple[Table, dict[Hashable, ReadContext]]:
+    def kept(self) -> Kept:
         """Gives what is kept of the prompts read so far."""
-        return self._tower.table, dict(self._contexts)
+        return self._tower.table, dict(self._contexts), dict(self._own)
 
-    def forget(self, kept: tuple[Table, dict[Hashable, ReadContext]] | None = None) -> None:
+    def forget(self, kept: Kept | None = None) -> None:
         """Goes back to what was kept before, or to nothing."""
-        table, self._contexts = (None, {}) if kept is None else kept
+        table, self._contexts, self._own = kept or (None, {}, {})
         self._tower.forget(table)
 
     def rehearse(self, prompts: Sequence[Tensor], around: Context) -> None:
@@ -124,21 +126,23 @@ class ImagePromptReader(PromptReader):
         if key not in self._contexts:
             with host_memory():
                 prompt = self._prompt(torch.tensor(ids, dtype=torch.int64), images)
-            self._contexts[key] = ReadContext(ids, images, self._tower.read([prompt])[0].tolist())
+            found = ReadContext(ids, images, self._tower.read([prompt])[0].tolist())
+            self._contexts[key] = self._contexts[found.stored[0]] = found
         return self._contexts[key].stored
 
     def plain(self, ids: Sequence[int]) -> list[int]:
         """Gives the tokens that ids stand for."""
-        begun = next((one for one in self._contexts.values() if list(ids[:1]) == one.stored[:1]), None)
+        begun = self._contexts.get(ids[0]) if ids else None
         return list(ids) if begun is None else [*begun.ids, *ids[len(begun.ids) :]]
 
     def read_in_contexts(self) -> dict[str, Any]:
         """Gives the contexts read so far, each image once, as PNG in base 64."""
-        images = {id(image): image for one in self._contexts.values() for image in one.images}
+        contexts = [one for key, one in self._contexts.items() if isinstance(key, int)]
+        images = {id(image): image for one in contexts for image in one.images}
         places = {name: place for place, name in enumerate(images)}
         return {
             "images": list(map(_written, images.values())),
-            "contexts": [(one.ids, [places[id(image)] for image in one.images]) for one in self._contexts.values()],
+            "contexts": [(one.ids, [places[id(image)] for image in one.images]) for one in contexts],
         }
 
     @property
@@ -149,7 +153,7 @@ class ImagePromptReader(PromptReader):
 
     def read_contexts_again(self, saved: Mapping[str, Any]) -> None:
         """Reads the contexts of a checkpoint in their order, so that the same ids stand for them."""
-        images = [opened(b64decode(image)) for image in saved["images"]]
+        images = [self.own(b64decode(image)) for image in saved["images"]]
         for ids, places in saved["contexts"]:
             self.enter(ids, [images[place] for place in places])
 
@@ -167,6 +171,14 @@ class ImagePromptReader(PromptReader):
             raise unusable("images/sizes", sizes=list(sizes), error=error) from error
         queue = iter(spans)
         return [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
+
+    def own(self, image: Any) -> Any:
+        """Gives a copy of an image, one for equal pixels, which whoever showed it cannot change, and PNG files hold."""
+        found, kinds = opened(image), ("RGB", "RGBA")
+        plain = "RGBA" if found.has_transparency_data else "RGB"
+        found = found.convert(found.mode if found.mode in kinds else plain)
+        name = hashlib.sha256(f"{found.mode} {found.size} ".encode() + found.tobytes()).digest()
+        return self._own.setdefault(name, found)
 
     def in_parts(self, messages: Any) -> Any:
         """Gives messages as the family's chat templates take them, images as placeholders."""
@@ -189,6 +201,10 @@ class GrowingContexts(ImageContexts):
     text: PromptTokenizer
     repeat: Repeat
 
+    def received(self, messages: Sequence[Message]) -> list[Message]:
+        """Gives messages with copies of their images."""
+        return list(with_image_parts(messages, lambda part: {**part, "image": self.reader.own(part["image"])}))
+
     def shown(self, messages: Sequence[Message]) -> list[Message]:
         """Gives messages as chat templates take them, images as placeholders."""
         return list(copy.deepcopy(self.reader.in_parts(messages)))
@@ -209,7 +225,7 @@ class GrowingContexts(ImageContexts):
         more = self.reader.expanded(list(told), [size_of(image) for image in images_in(seen)])
         if next(images_in(seen), None) is None:
             return [*before, *more]
-        images = [_kept(opened(image)) for image in images_in(messages)]
+        images = list(images_in(messages))
         return list(self.repeat(self.reader.enter, [*self.plain(before), *more], images))
 
 
@@ -217,11 +233,6 @@ def _written(image: Any) -> str:
     file = BytesIO()
     image.save(file, format="PNG")
     return b64encode(file.getvalue()).decode()
-
-
-def _kept(image: Any) -> Any:
-    """Gives an image whose pixels a checkpoint can hold as they are."""
-    return image if image.mode in LOSSLESS else image.convert("RGB")
 
 
 def filled(prompt: Any) -> Any:

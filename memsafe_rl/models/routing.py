@@ -51,9 +51,11 @@ class Routers:
             for module in lm.modules()
             if isinstance(module, one.target_class)
         }
-        refusal.when(not self._places, "routers", off=losses.off, kind=type(lm).__name__)
-        self.losses = losses
         counts = lm if hasattr(lm, "num_experts") else lm.config.get_text_config(decoder=True)
+        # others choose by group or by bias (GLM-4.5, DeepSeek-V3), or show probabilities as their logits (Gemma 4)
+        told = hasattr(counts, "num_experts") and hasattr(counts, "num_experts_per_tok")
+        refusal.when(not self._places or not told, "routers", off=losses.off, kind=type(lm).__name__)
+        self.losses = losses
         self.experts, self._chosen = int(counts.num_experts), int(counts.num_experts_per_tok)
         self.row_lengths: Sequence[int] = ()  # of the rows that the network reads next, padded on the right
 

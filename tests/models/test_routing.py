@@ -9,6 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -127,6 +129,11 @@ def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
         make_trainer(tmp_path, router_aux_loss_coef=0.1)
     with pytest.raises(ConfigError, match=r"does not go with torch_compile\. Set router_aux_loss_coef=0\.0, or leave"):
         make_trainer(tmp_path, model=mixture("mixtral"), torch_compile=True)
+    sizes: dict[str, Any] = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": PAD_ID}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+    with pytest.raises(ConfigError, match=r"Glm4MoeForCausalLM does not show.* Set router_z_loss_coef=0\.0\."):
+        make_trainer(tmp_path, model=Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts)), router_z_loss_coef=0.1)
 
 
 def test_losses_of_an_encoder_decoders_experts_are_never_left_out_in_silence(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from base64 import b64decode
 from dataclasses import replace
 from io import BytesIO
@@ -124,10 +125,12 @@ def test_a_resumed_run_reads_what_environments_showed_again(learns: bool, tmp_pa
     assert through.history[0]["episodes/sequences"] == 2
     judged = steps(tmp_path / "judged", model=network(), eval_strategy="steps", eval_steps=1, eval_dataset=rows())
     judged.train()
-    assert torch.equal(weights(judged), weights(through)), "an evaluation leaves what the rollout keeps"
-    for step in (1, 2):  # in the middle of a rollout, and between two
-        resumed = steps(tmp_path / str(step), model=network())
-        resumed.train(resume_from_checkpoint=str(tmp_path / "through" / f"checkpoint-{step}"))
+    left, kept = (one.setup.models.reader.read_in_contexts() for one in (judged, through))
+    assert left == kept, "an evaluation leaves what the rollout keeps, and nothing else"
+    assert torch.equal(weights(judged), weights(through))
+    for run, step in (("through", 1), ("through", 2), ("judged", 1)):  # in the middle of a rollout, and between two
+        resumed = steps(tmp_path / f"{run} {step}", model=network())
+        resumed.train(resume_from_checkpoint=str(tmp_path / run / f"checkpoint-{step}"))
         assert torch.equal(weights(resumed), weights(through))
 
 
@@ -192,6 +195,11 @@ def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
     gradient_of(trainer)
     assert called
     assert set(called) <= set(range(10, 20))
+    assert_seen(trainer, family)
+
+
+def assert_seen(trainer: Any, family: str = "qwen2_vl") -> None:
+    """Holds the log-probs of what was drawn to the network's own forward on what was shown."""
     rollout, reader = trainer.loop.state.rollout.trajectory, trainer.setup.models.reader
     owners, contexts = rollout.condition_of_row, rollout.conditions.rows()
     sequences = zip(owners, rollout.actions.rows(), rollout.loss_mask.rows(), strict=True)
@@ -199,6 +207,30 @@ def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
         logits = own_logits(small(family), reader, contexts[owner].tolist(), actions.tolist(), processor(family))
         found = taken(logits, actions, never_drawn(family))[mask.bool()]
         assert torch.allclose(found, rollout.sampling_logprobs.rows()[row][mask.bool()], atol=1e-5)
+
+
+class Repainted(Gallery):
+    """Shows a canvas and a file that it overwrites at every turn."""
+
+    def step(self, action: Action) -> Any:
+        self.said.append(action.text)
+        if len(self.said) == 1:
+            self.canvas = picture(16, 16, self.goal)
+        path = Path(os.environ["PAINTED"]) / f"{self.goal}.png"
+        self.canvas.paste((80 * len(self.said), 10, 10), (0, 0, 8, 8))
+        self.canvas.convert("P").save(path)
+        shown = [{"type": "image", "image": self.canvas}, {"type": "image", "image": str(path)}]
+        return Step([{"role": "user", "content": shown}], done=len(self.said) == 3)
+
+
+def test_what_was_shown_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAINTED", str(tmp_path))
+    trainer = play(tmp_path / "run", environment_factory=Repainted, max_completion_length=90)
+    gradient_of(trainer)
+    assert_seen(trainer)
+    read = trainer.setup.models.reader.read_in_contexts()
+    assert sum(len(set(shown)) == len(shown) >= 4 for _, shown in read["contexts"]), "each turn its own"
+    assert len(read["images"]) == len(set(read["images"])), "equal images are kept once"
 
 
 def test_a_network_of_a_dataset_of_texts_sees_what_tools_show(tmp_path: Path) -> None:
@@ -252,6 +284,9 @@ def test_what_cannot_be_seen_is_refused(tmp_path: Path) -> None:
         gradient_of(play(tmp_path / "painter", environment_factory=Painter))
     with pytest.raises(ConfigError, match="models that play users read text alone"):
         gradient_of(play(tmp_path / "asked", environment_factory=Asked))
+    plain = [{"prompt": f"w{goal}", "goal": goal} for goal in (1, 2, 4, 5)]
+    with pytest.raises(DataError, match="Give prompts as messages"):
+        gradient_of(play(tmp_path / "plain", train_dataset=plain))
     blind = {"model": tiny_model(positions=512), "processing_class": chat_tokenizer(), "train_dataset": tasks()}
     with pytest.raises(DataError, match="conversations of this run are text alone"):
         gradient_of(play(tmp_path / "blind", **blind))

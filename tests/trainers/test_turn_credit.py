@@ -14,6 +14,7 @@ from memsafe_rl.ops.advantages import normalised_in_group
 from memsafe_rl.rollout.multi_turn.episode import seen_since
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.training.algorithms import advantages
+from tests.images import picture
 from tests.rollout.multi_turn.helpers import FORGETFUL, chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, make_trainer, relative, weights
@@ -92,6 +93,8 @@ def test_states_are_named_by_what_was_seen_last() -> None:
     assert seen_since([said, *seen]) == seen_since([{"role": "user", "content": "z"}, said, *seen])
     assert seen_since([said, *seen]) != seen_since([said, {"role": "tool", "content": "n"}])
     assert 0 <= seen_since([]) < 2**63
+    shown = [[said, {"role": "user", "content": [{"type": "image", "image": picture(8, 8, one)}]}] for one in (1, 1, 2)]
+    assert seen_since(shown[0]) == seen_since(shown[1]) != seen_since(shown[2]), "images are named by their pixels"
 
 
 @pytest.mark.slow_after(1)

@@ -48,6 +48,11 @@ class PlainText:
         """Puts the ids of what follows behind a context."""
         return [*before, *told]
 
+    def received(self, messages: list[Message]) -> list[Message]:
+        """Refuses images, for which a running text has no place."""
+        unusable.when(any(map(shows_image, messages)), "images/text", roles=_roles(messages))
+        return messages
+
     def plain(self, ids: Sequence[int]) -> Sequence[int]:
         """Gives the tokens that a context stands for."""
         return ids
@@ -82,6 +87,10 @@ class Chat:
             ids = self._images.tokens(self._text(messages, schemas, goes_on=True))
         unusable.when(not ids, "template/nothing", roles=_roles(messages))
         return self.joined([], ids, messages, messages)
+
+    def received(self, messages: list[Message]) -> list[Message]:
+        """Gives messages with images of their own, where something reads them."""
+        return messages if self._images is None else self._images.received(messages)
 
     def joined(
         self, before: Sequence[int], told: Sequence[int], messages: Sequence[Message], seen: Sequence[Message]

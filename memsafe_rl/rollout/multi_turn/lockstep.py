@@ -169,7 +169,7 @@ class EpisodeBatch:
         for one, prompt, seen in zip(self._all, prompts, self._table.caller(calls), strict=True):
             one.user = one.environment.user
             one.schemas = tool_schemas(one.environment.tools)
-            one.messages = opened(prompt, seen)
+            one.messages = self._dialect.received(opened(prompt, seen))
             if isinstance(seen, Rewritten) and not one.messages:
                 one.ending = Ending.DONE
                 continue
@@ -233,7 +233,8 @@ class EpisodeBatch:
         one.tool_rounds += bool(one.action.calls)
         one.tool_failures += step.failures
         one.grown[-1].earn(step.reward)
-        seen, kept, told_tools = observed(step.observation), len(one.messages), one.schemas
+        seen = self._dialect.received(observed(step.observation))
+        kept, told_tools = len(one.messages), one.schemas
         if isinstance(step.observation, Rewritten):
             one.schemas = tool_schemas(one.environment.tools)
             kept = shared_messages(one.messages, seen)

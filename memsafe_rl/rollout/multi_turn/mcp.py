@@ -18,6 +18,46 @@ from memsafe_rl.rollout.multi_turn.protocol import Tool
 _FAREWELL_SECONDS = 5.0
 
 
+class _Connection:
+    """A connection to a server, in a thread of its own; it is made at once, or says why not."""
+
+    def __init__(self, server: Any, seconds: float) -> None:
+        self._server, self._seconds = server, seconds
+        self.listed: list[Any] = []
+        self._ready, self.error, self.is_lost = threading.Event(), "", False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(seconds) and not self.error:
+            self.error = f"it did not answer within {seconds:g} seconds"
+        if self.error:
+            self.is_lost = True
+            self.close()
+
+    def close(self) -> None:
+        """Ends the connection, and the command where one was started."""
+        if self._thread.is_alive() and hasattr(self, "loop"):
+            self.loop.call_soon_threadsafe(self._over.set)
+            self._thread.join(_FAREWELL_SECONDS)
+
+    async def _live(self) -> None:
+        """Connects, lists the tools, and stays until `close`."""
+        self.loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            async with _library().Client(self._server, read_timeout_seconds=self._seconds) as self.client:
+                page = await self.client.list_tools()
+                self.listed += page.tools
+                while page.next_cursor:
+                    page = await self.client.list_tools(cursor=page.next_cursor)
+                    self.listed += page.tools
+                self._ready.set()
+                await self._over.wait()
+        except Exception as error:
+            self.error = f"{type(_innermost(error)).__name__}: {_innermost(error)}"
+        finally:
+            self.is_lost = True
+            self._ready.set()
+
+
 class MCPTools:
     """The tools of a server of the Model Context Protocol; pass it as `tools`.
 
@@ -54,11 +94,10 @@ class MCPTools:
     ) -> None:
         self._server, self._named = _target(server, env), f"{server!r:.100}"
         self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
-        self._listed: list[Any] = []
         self._shows_images = shows_images
         self._connecting, self._is_closed = threading.Lock(), False
-        self._connect()
-        there: dict[str, Any] = {tool.name: tool for tool in self._listed}
+        self._connection = self._known(_Connection(self._server, self._seconds))
+        there: dict[str, Any] = {tool.name: tool for tool in self._connection.listed}
         missing = sorted(set(allow or ()) - there.keys())
         if missing or not there or (allow is not None and not allow):
             self.close()
@@ -86,30 +125,23 @@ class MCPTools:
     def close(self) -> None:
         """Ends the connection, and the command where one was started."""
         self._is_closed = True
-        self._disconnect()
+        self._connection.close()
 
-    def _connect(self) -> None:
-        """Starts a connection and waits for it."""
-        self._ready, self._error, self._is_lost = threading.Event(), "", False
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
-        self._thread.start()
-        if not self._ready.wait(self._seconds) or self._error:
-            self._is_lost = True
-            self._disconnect()
-            reason = self._error or f"it did not answer within {self._seconds:g} seconds"
-            raise refusal("mcp/server", server=self._named, reason=reason)
+    def _known(self, connection: _Connection) -> _Connection:
+        """Gives a connection that was made."""
+        if connection.error:
+            raise refusal("mcp/server", server=self._named, reason=connection.error)
+        return connection
 
-    def _disconnect(self) -> None:
-        if self._thread.is_alive() and hasattr(self, "_loop"):
-            self._loop.call_soon_threadsafe(self._over.set)
-            self._thread.join(_FAREWELL_SECONDS)
-
-    def _connect_anew(self) -> None:
-        """Connects again where the server was lost; of calls at the same time, one does."""
+    def _anew(self, lost: _Connection) -> _Connection:
+        """Gives the connection in place of a lost one; of calls at the same time, one makes it, or fails for all."""
         with self._connecting:
-            if self._is_lost:
-                self._disconnect()
-                self._connect()
+            if self._connection is lost:
+                lost.close()
+                self._connection = _Connection(self._server, self._seconds)
+            if self._is_closed:  # meanwhile
+                self._connection.close()
+            return self._known(self._connection)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, Any]]:
         """Calls a tool.
@@ -129,22 +161,28 @@ class MCPTools:
             raise MemsafeError(f"the arguments of {name} have {size:,} characters; {most:,} are passed on.")
         if self._is_closed:
             raise MemsafeError(f"the MCP server of {name} is gone: it was closed.")
-        if self._is_lost:
-            await asyncio.to_thread(self._connect_anew)
-        running = asyncio.run_coroutine_threadsafe(self._called(name, dict(arguments)), self._loop)
+        connection = self._connection
+        if connection.is_lost:
+            connection = await asyncio.to_thread(self._anew, connection)
+        running = asyncio.run_coroutine_threadsafe(self._called(connection, name, dict(arguments)), connection.loop)
         return await asyncio.wrap_future(running)
 
-    async def _called(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
+    async def _called(
+        self, connection: _Connection, name: str, arguments: dict[str, Any]
+    ) -> str | list[dict[str, Any]]:
         try:
-            result = await asyncio.wait_for(self._client.call_tool(name, arguments), self._seconds)
+            result = await asyncio.wait_for(connection.client.call_tool(name, arguments), self._seconds)
         except TimeoutError:
             raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
         except Exception as error:
             code = getattr(getattr(error, "error", None), "code", None)
-            if code in (None, _library().types.CONNECTION_CLOSED):  # others are the server's own refusals
-                self._is_lost = True
-                raise MemsafeError(f"the MCP server of {name} is gone ({error}); the next call starts anew.") from error
-            raise
+            answered = code is not None or isinstance(
+                error, (RuntimeError, ValueError)
+            )  # a result that breaks its schema
+            if answered and code != _library().types.CONNECTION_CLOSED and not connection.is_lost:
+                raise
+            connection.is_lost = True
+            raise MemsafeError(f"the MCP server of {name} is gone ({error}); the next call starts anew.") from error
         text = self._bounded(_shown(result))
         if getattr(result, "is_error", False):
             raise MemsafeError(text)
@@ -158,25 +196,6 @@ class MCPTools:
     def _bounded(self, text: str) -> str:
         most = self._most[1]
         return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most:,} characters left out]"
-
-    async def _live(self) -> None:
-        """Connects, lists the tools, and stays until `close`."""
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        try:
-            async with _library().Client(self._server, read_timeout_seconds=self._seconds) as self._client:
-                listed, page = [], await self._client.list_tools()
-                while True:
-                    listed += page.tools
-                    if not page.next_cursor:
-                        break
-                    page = await self._client.list_tools(cursor=page.next_cursor)
-                self._listed = listed
-                self._ready.set()
-                await self._over.wait()
-        except Exception as error:
-            self._error = f"{type(_innermost(error)).__name__}: {_innermost(error)}"
-        finally:
-            self._ready.set()
 
 
 def _library() -> Any:

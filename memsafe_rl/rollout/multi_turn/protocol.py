@@ -30,6 +30,19 @@ class Rewritten:
 class ImageContexts(Protocol):
     """Reads conversations with images: their tokens, and what stands for these where a network reads them."""
 
+    def received(self, messages: Sequence[Message]) -> list[Message]:
+        """Gives messages whose images stay as they are, whatever becomes of the files and objects that showed them.
+
+        Args:
+            messages: as an environment gives them.
+
+        Returns:
+            The messages, with copies of their images.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+
     def shown(self, messages: Sequence[Message]) -> list[Message]:
         """Gives messages as chat templates take them, images as placeholders.
 

@@ -107,6 +107,16 @@ def test_a_command_sees_what_it_is_granted_and_no_secret(tools: MCPTools) -> Non
     assert [message["content"] for message in step.observation] == ["unset", "yes"]
 
 
+def added_at_once(tools: MCPTools) -> list[Any]:
+    """Has eight episodes add a number to 0 at the same time; gives what each gets, or is told."""
+
+    async def calls() -> list[Any]:
+        made = (tools.call("add", {"a": place, "b": 0}) for place in range(8))
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    return asyncio.run(calls())
+
+
 def giving(result: Any) -> Any:
     return lambda: result
 
@@ -159,10 +169,35 @@ def test_a_server_that_dies_is_started_anew(script: Path) -> None:
         lost = called(tools, ("leave", {}))
         assert lost.failures == 1
         assert "is gone (Connection closed); the next call starts anew" in lost.observation[0]["content"]
-        again = called(tools, ("add", {"a": 1, "b": 2}), ("add", {"a": 3, "b": 4}))
-        assert [message["content"] for message in again.observation] == ["3", "7"]
+        assert added_at_once(tools) == [str(place) for place in range(8)], "all wait for one connection"
     with pytest.raises(MemsafeError, match="it was closed"):
         asyncio.run(tools.call("add", {"a": 1, "b": 2}))
+
+
+@pytest.mark.slow
+def test_a_server_that_starts_no_more_costs_one_attempt_for_all(script: Path, tmp_path: Path) -> None:
+    (own := tmp_path / "server.py").write_text(script.read_text())
+    with MCPTools([sys.executable, str(own)], env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as tools:
+        own.write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')")
+        called(tools, ("leave", {}))
+        failed = added_at_once(tools)
+    assert all("Start it by hand to see why" in str(error) for error in failed)
+    assert (tmp_path / "starts").read_text() == "x"
+
+
+def test_a_result_that_breaks_its_schema_loses_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("no structured content")
+
+    server = importlib.import_module("mcp.server.mcpserver").MCPServer("schemas")
+    server.add_tool(giving("a"), name="tell", description="?")
+    monkeypatch.setattr(importlib.import_module("mcp.client.session").ClientSession, "validate_tool_result", broken)
+    with MCPTools(server) as tools:
+        with pytest.raises(RuntimeError, match="no structured content"):
+            asyncio.run(tools.call("tell", {}))
+        monkeypatch.undo()
+        assert not tools._connection.is_lost
+        assert asyncio.run(tools.call("tell", {})) == "a"
 
 
 @pytest.mark.slow
