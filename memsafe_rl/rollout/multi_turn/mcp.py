@@ -176,9 +176,8 @@ class MCPTools:
             raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
         except Exception as error:
             code = getattr(getattr(error, "error", None), "code", None)
-            answered = code is not None or isinstance(
-                error, (RuntimeError, ValueError)
-            )  # a result that breaks its schema
+            # the second where a result breaks its own schema
+            answered = code is not None or isinstance(error, (RuntimeError, ValueError))
             if answered and code != _library().types.CONNECTION_CLOSED and not connection.is_lost:
                 raise
             connection.is_lost = True
