@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -182,9 +183,13 @@ def processor(family: str = "qwen2_vl") -> PillowProcessor:
     return PillowProcessor(images or Qwen2VLImageProcessorPil(patch_size=4, size=sizes), tokenizer)
 
 
+_processor = cache(processor)
+"""One that nobody changes."""
+
+
 def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[str, Tensor]:
     """Gives what the model's own forward reads of a row: ids as transformers' processors expand them, and pixels."""
-    known, shown = processor(family), {}
+    known, shown = _processor(family), {}
     if row["images"]:
         more = {"return_row_col_info": True} if family in SQUARES else {}
         shown = dict(known.image_processor(images=row["images"], return_tensors="pt", **more))
