@@ -125,7 +125,7 @@ def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
 
 
 def gradient_under(trainer: PPOTrainer, policy: FixedPolicy | None = None) -> torch.Tensor:
-    """Gives the gradient of the step that is about to be done, cut by another policy than the trainer's if one is given."""
+    """Gives the gradient of the step that comes next, cut by another policy than the trainer's where one is given."""
     state, learner = trainer.loop.state, trainer.loop.learner
     trajectory, rows = state.rollout.trajectory, learner.rows(state.cursor)
     terms = learner.fix_terms(state.rollout, rows, state.controllers)
