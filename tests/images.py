@@ -69,6 +69,8 @@ TWO_WAY = "gemma3"
 """The family whose image tokens see each other; 4 of them to an image of 16 pixels a side here."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES, *DEEP, TWO_WAY)
+UNLIKE = ("qwen2_vl", "qwen3_vl", "smolvlm", TWO_WAY)
+"""Families each of which reads features in a way of its own."""
 TOWERS = ("visual", "vision_model", "connector", "vision_tower", "multi_modal_projector")
 """What families call the modules of their towers."""
 TEMPLATE = (
