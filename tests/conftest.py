@@ -4,7 +4,6 @@ import gc
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,14 +18,13 @@ os.environ.setdefault(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
-from memsafe_rl.config.validation import REGISTRIES
-from memsafe_rl.models.adapter import ADAPTERS
-from memsafe_rl.training.assembly import factory as _factory  # noqa: F401 - with which the library's own parts register themselves
-from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES
 
-torch.set_num_threads(1)
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads torch wherever tests run; the process that hands them out to others would only make these wait for it."""
+    hands_out = config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
+    if not hands_out:
+        config.pluginmanager.import_plugin("tests.isolation")
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is not wanted is left out
@@ -46,20 +44,3 @@ def pytest_collection_finish() -> None:
     """Hides modules and collected tests from the garbage collector, whose full rounds were half of many a test."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _parts_of_ones_own() -> Iterator[None]:
-    """Forgets losses, estimators, engines and networks that a test registers."""
-    registries = [*REGISTRIES.values(), ADAPTERS, MODEL_FAMILIES]
-    before = [dict(registry) for registry in registries]
-    yield
-    for registry, parts in zip(registries, before, strict=True):
-        if dict(registry) != parts:
-            registry.clear()
-            registry.update(parts)

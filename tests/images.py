@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ TWO_WAY = "gemma3"
 """The family whose image tokens see each other; 4 of them to an image of 16 pixels a side here."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", *SQUARES, *DEEP, TWO_WAY)
+UNLIKE = ("qwen2_vl", "qwen3_vl", "smolvlm", TWO_WAY)
+"""Families each of which reads features in a way of its own."""
 TOWERS = ("visual", "vision_model", "connector", "vision_tower", "multi_modal_projector")
 """What families call the modules of their towers."""
 TEMPLATE = (
@@ -182,9 +185,13 @@ def processor(family: str = "qwen2_vl") -> PillowProcessor:
     return PillowProcessor(images or Qwen2VLImageProcessorPil(patch_size=4, size=sizes), tokenizer)
 
 
+_processor = cache(processor)
+"""One that nobody changes."""
+
+
 def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[str, Tensor]:
     """Gives what the model's own forward reads of a row: ids as transformers' processors expand them, and pixels."""
-    known, shown = processor(family), {}
+    known, shown = _processor(family), {}
     if row["images"]:
         more = {"return_row_col_info": True} if family in SQUARES else {}
         shown = dict(known.image_processor(images=row["images"], return_tensors="pt", **more))

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl.accounting import is_on_host
 from memsafe_rl.memory.runtime.recovery import under
-from memsafe_rl.memory.simulated.ledger import storages_of
+from memsafe_rl.memory.simulated.ledger import DEVICE_OF, storages_of, tensors_in
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.cards import DATA_SHEETS, card_names, named_card
@@ -107,6 +107,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operator and notes what it did."""
+        if func is DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and is_on_host(args[0]) != is_on_host(args[1]):
             self.work.brought_bytes += int(args[0].nbytes)
@@ -125,13 +127,12 @@ def _computes(func: Any) -> bool:
     """Whether an operator launches a kernel: neither a view nor a mere allocation nor a question."""
     if func.namespace == "prim" or func._schema.name in _IDLE or func._schema.name == "aten::detach":
         return False
-    returned = [one.alias_info for one in func._schema.returns]
-    return not any(info is not None and not info.is_write for info in returned)
+    return not any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
 
 
 def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Kernel:
-    given, made = ([leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor)] for one in ((args, kwargs), result))
-    tensors = (*given, *made)  # the bytes of an expanded one lie in memory once
+    given = [*tensors_in((*args, *kwargs.values()))]
+    tensors = (*given, *tensors_in((result,)))  # the bytes of an expanded one lie in memory once
     moved = sum(min(int(one.nbytes), sum(held.nbytes() for held in storages_of(one))) for one in tensors)
     count = flop_registry.get(func.overloadpacket)
     if count is None:

@@ -1,7 +1,5 @@
 """A run that goes on in a new process ends bit for bit where the unbroken run ends."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.processes import started
 from tests.trainers.helpers import make_trainer, weights
 
 RESUME = """
@@ -43,12 +42,7 @@ def test_a_new_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     broken = trainer_in(tmp_path / "broken", save_strategy="steps", save_steps=4, callbacks=[StopAtFour()])
     broken.train()
     assert not torch.equal(weights(broken), weights(whole))
-    done = subprocess.run(
-        [sys.executable, "-c", RESUME, str(tmp_path / "broken")],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    resumed = started(RESUME, tmp_path / "broken", log=tmp_path / "log")
+    resumed.join()
+    assert resumed.exitcode == 0, (tmp_path / "log").read_text()[-2000:]
     assert torch.equal(torch.load(tmp_path / "broken" / "weights.pt"), weights(whole))

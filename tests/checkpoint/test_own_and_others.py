@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
 from memsafe_rl.records import read_lines
 from tests.checkpoint.test_file_system import Disk
 from tests.checkpoint.test_run_folder import SAVING, run_id
+from tests.processes import started
 from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer, weights
 from tests.training.test_interrupts import At
@@ -202,23 +204,24 @@ class TestWeightsThatAreSaved:
     @pytest.mark.slow
     def test_two_processes_save_in_turn(self, tmp_path: Path) -> None:
         (tmp_path / "final").mkdir()
-        script = f"""
-import time
+        script = """
+import sys, time
 from pathlib import Path
-from tests.trainers.helpers import make_trainer
 from memsafe_rl.checkpoint.run_folder import save_weights
 def write(folder):
-    print("writing", flush=True)
+    Path(sys.argv[2]).touch()
     (folder / "model.safetensors").write_text("theirs")
     time.sleep(3)
-save_weights(Path({str(tmp_path / "final")!r}), write, None, replace=False, overwrite=False)
+save_weights(Path(sys.argv[1]), write, None, replace=False, overwrite=False)
 """
-        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ) as other:
-            assert other.stdout is not None
-            assert other.stdout.readline() == b"writing\n"
-            trainer = make_trainer(tmp_path / "run")
-            trainer.save_model(tmp_path / "final")
-            assert other.wait() == 0
+        trainer, writing = make_trainer(tmp_path / "run"), tmp_path / "writing"
+        other = started(script, tmp_path / "final", writing, log=tmp_path / "log")
+        while not writing.exists():
+            assert other.is_alive(), (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        trainer.save_model(tmp_path / "final")
+        other.join()
+        assert other.exitcode == 0
         assert (tmp_path / "final" / "previous" / "unknown" / "model.safetensors").read_text() == "theirs"
         assert torch.equal(model_in(tmp_path / "final"), weights(trainer))
 
@@ -483,9 +486,10 @@ def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_script_that_cannot_save_ends_in_one_line(tmp_path: Path, beside: bool) -> None:
-    script = f"""
+def test_a_script_that_cannot_save_ends_in_one_line(tmp_path: Path) -> None:
+    """Two scripts, forks of one interpreter, which each end as an interpreter does."""
+    script = """
+import os, sys
 from pathlib import Path
 from memsafe_rl.checkpoint import store
 from tests.trainers.helpers import make_trainer
@@ -495,14 +499,23 @@ def full(*_):
     except ValueError as error:
         raise OSError(28, "No space left on device") from error
 store.write_manifest = full
-make_trainer(Path({str(tmp_path)!r}), save_strategy="steps", save_steps=1, save_in_background={beside}).train()
+folder, beside = Path(sys.argv[1]), bool(os.fork())
+if beside:
+    _, status = os.wait()
+    (folder / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+else:
+    sys.stderr = (folder / "log").open("w")
+run = make_trainer(folder / str(beside), save_strategy="steps", save_steps=1, save_in_background=beside)
+run.train()
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=os.environ)
-    assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
-    assert last.startswith("memsafe_rl.errors.SaveError: ")
-    assert "checkpoint-1 was not saved: No space left on device" in last
-    assert ended.stderr.count("Traceback (most recent call last)") == 1
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert (ended.returncode, (tmp_path / "code").read_text()) == (1, "1")
+    for told in (ended.stderr, (tmp_path / "log").read_text()):
+        last = told.strip().splitlines()[-1]
+        assert last.startswith("memsafe_rl.errors.SaveError: ")
+        assert "checkpoint-1 was not saved: No space left on device" in last
+        assert told.count("Traceback (most recent call last)") == 1
 
 
 def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

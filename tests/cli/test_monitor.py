@@ -6,11 +6,11 @@ import io
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,17 +34,19 @@ from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.records import read_json
 from memsafe_rl.types import Phase, UpdatePlan
 from memsafe_rl.units import format_bytes
+from tests.processes import started
 from tests.trainers.helpers import make_trainer
 
 RUNNER = CliRunner()
 GIB = 2**30
 TRAINING = """
-import sys, time
+import sys, tempfile, time
 from pathlib import Path
 from memsafe_rl import SimulatedMemory
 from tests.trainers.helpers import count_digits, make_trainer
 
 calls = []
+tempfile.tempdir = sys.argv[2]
 
 def slow(completions, **columns):
     calls.append(None)
@@ -122,20 +124,18 @@ def shown(view: View) -> str:
 
 
 @pytest.fixture
-def live_run(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def live_run(tmp_path: Path) -> Iterator[tuple[Path, BaseProcess]]:
     """A run in a process of its own that waits in the reward function of step n until there is a file `go-n`."""
-    command = [sys.executable, "-c", TRAINING, str(tmp_path)]
-    environment = {**os.environ, "TMPDIR": tempfile.gettempdir(), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield tmp_path, process
-        finally:
-            process.kill()
+    process = started(TRAINING, tmp_path, tempfile.gettempdir(), log=tmp_path / "log")
+    try:
+        yield tmp_path, process
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.slow
-def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, subprocess.Popen[bytes]]) -> None:
+def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, BaseProcess]) -> None:
     folder, process = live_run
     run_dir = folder / "run"
     steps = run_dir / "steps.jsonl"
@@ -165,7 +165,8 @@ def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, sub
 
     (folder / "go-2").touch()
     (folder / "go-3").touch()
-    assert process.wait(60) == 0
+    process.join(60)
+    assert process.exitcode == 0, (folder / "log").read_text()
     logged = {line["step"]: line for line in map(json.loads, steps.read_text().splitlines())}
     of_step = {
         name.removeprefix("memory/").removesuffix("_peak_bytes"): value
@@ -183,11 +184,11 @@ def test_a_live_run_is_found_and_shows_its_own_numbers(live_run: tuple[Path, sub
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_gone(live_run: tuple[Path, subprocess.Popen[bytes]]) -> None:
+def test_a_killed_run_is_gone(live_run: tuple[Path, BaseProcess]) -> None:
     folder, process = live_run
     wait_for(lambda: (folder / "rewarding-1").exists())
     process.kill()
-    process.wait()
+    process.join()
     found = invoke("--run", folder / "run")
     assert found.exit_code == 0
     assert "process gone" in found.stdout

@@ -15,6 +15,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from filelock import FileLock
+
 SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-w")
 
@@ -38,11 +40,12 @@ def built() -> Path:
     folder = cache / importlib.metadata.version("torch")
     folder.mkdir(parents=True, exist_ok=True)
     sources, headers = sorted(SOURCES.glob("*.cpp")), sorted(SOURCES.glob("*.h"))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _compiled(source, folder, _hash(source, *headers)), sources))
     lib = torch_folder() / "lib"  # found by its path, which another environment has elsewhere
     library = folder / f"{_hash(*sources, *headers)}-{hashlib.sha256(str(lib).encode()).hexdigest()[:8]}.so"
-    return _made(library, *map(str, objects), "-shared", f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10")
+    # Whoever comes second waits, rather than compile the same.
+    with FileLock(folder / ".lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: _compiled(source, folder, _hash(source, *headers)), sources))
+        return _made(library, *map(str, objects), "-shared", f"-L{lib}", f"-Wl,-rpath,{lib}", "-ltorch_cpu", "-lc10")
 
 
 def torch_folder() -> Path:
@@ -60,7 +63,7 @@ def _compiled(source: Path, folder: Path, digest: str) -> Path:
 
 
 def _made(target: Path, *arguments: str) -> Path:
-    """Runs the compiler where the file is not there yet; it appears whole, also where several processes build."""
+    """Runs the compiler where the file is not there yet; it appears whole, also where the process is killed."""
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:

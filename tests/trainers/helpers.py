@@ -123,10 +123,20 @@ def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
     for _ in range(steps - 1):
         trainer.loop.step()
     trainer.loop.state.rollout = trainer.loop.state.rollout or trainer.loop.collect()
-    trajectory = trainer.loop.state.rollout.trajectory
-    rows = trajectory.rows_of(trainer.loop.learner.rows(trainer.loop.state.cursor))
-    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
-    mine = trainer.loop.learner.local_rows(trajectory, rows)
-    trainer.loop.learner.plan(trajectory, mine)
-    trainer.loop.learner.gradient(trainer.loop.state.rollout, mine, terms, step=trainer.state.global_step)
+    return gradient_under(trainer)
+
+
+def gradient_under(trainer: PPOTrainer, policy: FixedPolicy | None = None) -> torch.Tensor:
+    """Gives the gradient of the step that comes next, cut by another policy than the trainer's where one is given."""
+    state, learner = trainer.loop.state, trainer.loop.learner
+    trajectory = state.rollout.trajectory
+    rows = trajectory.rows_of(learner.rows(state.cursor))
+    terms = learner.fix_terms(state.rollout, rows, state.controllers)
+    mine = learner.local_rows(trajectory, rows)
+    learner.plan(trajectory, mine)
+    if policy is not None:
+        plan = policy.before_update(learner.work(trajectory, mine), trainer.setup.memory_state())
+        trainer.setup.memory.adopt(plan, UpdatePlan)
+    trainer.setup.committed.drop_gradients()
+    learner.gradient(state.rollout, mine, terms, step=trainer.state.global_step)
     return torch.cat([p.grad.flatten().double() for p in trainer.setup.committed.parameters])

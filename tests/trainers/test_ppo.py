@@ -16,7 +16,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.critic import OwnModel, SecondAdapter, SharedTrunk
 from tests.models.language.test_packing import InDouble
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_of, relative, trained
+from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_of, gradient_under, relative, trained
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 CRITICS = ("trunk", "adapter", "model")
@@ -108,17 +108,19 @@ def test_the_gradient_does_not_depend_on_the_cut(
     settings: dict[str, Any] = {"num_generations": 2, "learning_rate": 1e-2, "kl_coef": 0.1, "optim": "sgd"}
     steps = 3 if dtype is torch.float64 else 1
 
-    def gradient(**plan: Any) -> torch.Tensor:
-        return gradient_of(make_ppo(tmp_path, critic, policy=cut(**plan), dtype=dtype, **settings), steps)
+    def cut_from_the_start(**plan: Any) -> tuple[PPOTrainer, torch.Tensor]:
+        trainer = make_ppo(tmp_path, critic, policy=cut(**plan), dtype=dtype, **settings)
+        return trainer, gradient_of(trainer, steps)
 
-    whole = gradient()
+    trainer, whole = cut_from_the_start()
     for name, plan in PLANS.items():
-        assert relative(gradient(**plan), whole) < tolerance, name
+        assert relative(gradient_under(trainer, cut(**plan)), whole) < tolerance, name
+    assert relative(cut_from_the_start(micro_batch_tokens=1)[1], whole) < tolerance
     with InDouble() if dtype is torch.float64 else nullcontext():  # norms that go through float32 see packed rows
-        apart = gradient() if dtype is torch.float64 else whole
-        assert relative(gradient(micro_batch_tokens=40, pack_prompts=True), apart) < tolerance
+        trainer, apart = cut_from_the_start() if dtype is torch.float64 else (trainer, whole)
+        assert relative(gradient_under(trainer, cut(40, pack_prompts=True)), apart) < tolerance
         monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 1)  # a prompt is run before its completions
-        assert relative(gradient(micro_batch_tokens=1, pack_prompts=True), apart) < tolerance
+        assert relative(cut_from_the_start(micro_batch_tokens=1, pack_prompts=True)[1], apart) < tolerance
 
 
 @pytest.mark.parametrize("critic", CRITICS)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import local_part
 from memsafe_rl.errors import ConfigError
@@ -25,7 +24,7 @@ from memsafe_rl.memory.simulated.caching_allocator import Block, CachingAllocato
 from memsafe_rl.memory.simulated.workspaces import WORKSPACES
 from memsafe_rl.types import Component
 
-_DEVICE_OF = torch.ops.prim.device.default
+DEVICE_OF = torch.ops.prim.device.default
 """What a fake tensor's ``device`` asks, more often than all operators together."""
 _FRESH = ("aten::lift_fresh",)
 """Operators that hand out storage made behind the dispatcher (`torch.tensor`), though it looks like a view."""
@@ -215,17 +214,17 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
         """Runs an operator and enters the storages it made."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is _DEVICE_OF:
+        if func is DEVICE_OF:
             return result
         foreign: set[int] | None = None
-        for leaf in tree_leaves(result):
-            for storage in storages_of(leaf) if isinstance(leaf, Tensor) else ():
+        for leaf in tensors_in((result,)):
+            for storage in storages_of(leaf):
                 if storage._cdata in self._entries:
                     self._resize(storage)
                     continue
                 if foreign is None:
-                    inputs = () if func.name() in _FRESH else tree_leaves((args, kwargs))
-                    foreign = {s._cdata for x in inputs if isinstance(x, Tensor) for s in storages_of(x)}
+                    inputs = () if func.name() in _FRESH else (*args, *kwargs.values())
+                    foreign = {s._cdata for x in tensors_in(inputs) for s in storages_of(x)}
                 if storage._cdata not in foreign:
                     self._enter(storage, leaf, self._component or self._unmarked, self._arena)
         if (workspace := WORKSPACES.get(func.name())) is not None:
@@ -344,6 +343,15 @@ def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.Out
         f"Simulated device out of memory. Tried to allocate {requested_bytes} bytes. "
         f"{held_bytes} bytes are live; {reason}"
     )
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Gives the tensors among arguments or results, those in lists too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

@@ -26,6 +26,7 @@ from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matte
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.memory.simulated.ledger import DEVICE_OF, StorageLedger, tensors_in
 from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured
 from memsafe_rl.models.language.kernels import Kernel, kernel_for
 
@@ -134,14 +135,14 @@ class _Recipe:
 
 
 class Memo:
-    """Makes results of operators on fake tensors that were seen before with arguments of the same shapes.
+    """Makes the tensors that operators on fake tensors gave before, of arguments of the same shapes, once more.
 
-    Only operators that give one tensor are remembered: a new one, a view, or an argument they wrote to. Later forecasts
-    of the process ask much the same.
+    They are new, views, or arguments that were written to; later forecasts of the process ask much the same.
     """
 
     def __init__(self) -> None:
-        self._recipes: dict[Hashable, _Recipe | None] = {}
+        self._recipes: dict[Hashable, tuple[type, list[_Recipe]] | None] = {}
+        self.inside: dict[Hashable | None, int] = {}  # bytes that a CPU kernel holds besides
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
         """Gives what the shape of a result depends on."""
@@ -151,13 +152,19 @@ class Memo:
         except _Unknown:
             return None
 
-    def answer(self, key: Hashable, args: Sequence[Any], mode: Any) -> tuple[Tensor, bool] | None:
-        """Makes a result as it was made before."""
-        recipe = self._recipes.get(key)
-        if recipe is None:
+    def answer(self, key: Hashable, args: Sequence[Any], mode: Any, ledger: StorageLedger) -> Any:
+        """Makes results as they were made before, and has them counted; None where nobody knows how."""
+        known = self._recipes.get(key)
+        if known is None:
             return None
+        made = [self._made(recipe, args, mode) for recipe in known[1]]
+        for recipe, one in zip(known[1], made, strict=True):
+            ledger.see(one, is_new=recipe.place is None)
+        return made[0] if known[0] is FakeTensor else known[0](made)
+
+    def _made(self, recipe: _Recipe, args: Sequence[Any], mode: Any) -> Tensor:
         if recipe.same and recipe.place is not None:
-            return args[recipe.place], False
+            return cast(Tensor, args[recipe.place])
         with torch._C._DisableTorchDispatch():
             if recipe.place is None:
                 hollow = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
@@ -170,14 +177,17 @@ class Memo:
             )
             torch._C._set_throw_on_mutable_data_ptr(made)
         made.__dict__.update(recipe.about, fake_mode=mode)
-        return made, recipe.place is None
+        return made
 
     def remember(self, key: Hashable, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         """Learns how a result was made."""
         if key not in self._recipes:
             if len(self._recipes) >= _MOST_RECIPES:
                 self._recipes.clear()
-            self._recipes[key] = _recipe(func, args, kwargs, result)
+                self.inside.clear()
+            results = result if type(result) in (tuple, list) else [result]
+            recipes = [recipe for one in results if (recipe := _recipe(func, args, kwargs, one)) is not None]
+            self._recipes[key] = (type(result), recipes) if 0 < len(recipes) == len(results) else None
 
 
 def _known(values: Sequence[Any]) -> tuple[Hashable, ...]:
@@ -205,12 +215,13 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     if result.layout is not torch.strided or result.is_conj() or result.is_neg() or result.constant is not None:
         return None
     storage = result.untyped_storage()
-    given = [index for index, value in enumerate(args) if _shares(value, storage)]
-    if not given and any(_shares(value, storage) for value in (*args, *kwargs.values())):
-        return None  # into a list, or an argument by name
-    place = next((index for index in given if args[index] is result), given[0] if given else None)
-    if place is not None and not isinstance(args[place], Tensor):
-        return None
+    held = [{one.untyped_storage()._cdata for one in tensors_in((value,))} for value in (*args, [*kwargs.values()])]
+    given = [value for value, storages in zip((*args, None), held, strict=True) if storage._cdata in storages]
+    place = next((index for index, value in enumerate(args) if value is result), None)
+    if place is None and given:
+        if not isinstance(given[0], Tensor):
+            return None  # into a list, or an argument by name
+        place = next(index for index, value in enumerate(args) if value is given[0])
     own, same = place is None, place is not None and args[place] is result
     if result.requires_grad and not same:
         return None
@@ -230,16 +241,8 @@ def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     )
 
 
-def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
-    if isinstance(value, Tensor):
-        return bool(value.untyped_storage()._cdata == storage._cdata)
-    return isinstance(value, (list, tuple)) and any(_shares(one, storage) for one in value)
-
-
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _COMPOSED = ("bitsandbytes::optimizer_update_32bit", "bitsandbytes::optimizer_update_8bit_blockwise")
-_DEVICE_OF = torch.ops.prim.device.default
-"""What a fake tensor's ``device`` asks, more often than all operators together."""
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _MEMO = Memo()
 _CPU_KERNELS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -268,7 +271,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+        if func is DEVICE_OF and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
@@ -299,11 +302,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._memory is None or mode is None:  # true numbers are asked for
             return func(*args, **kwargs)
         key = _MEMO.key(func, args, kwargs)
-        found = None if key is None else _MEMO.answer(key, args, mode)
-        if found is not None:
-            result, is_new = found
-            self._memory.ledger.see(result, is_new=is_new)
-        else:
+        result = None if key is None else _MEMO.answer(key, args, mode, self._memory.ledger)
+        if result is None:
             result = func(*args, **kwargs)
             if func in _VIEWS and result.is_contiguous() and 1 in result.shape:
                 # Its stand-in has other strides on axes of length 1, for which a product would copy its weights.
@@ -311,9 +311,11 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 _MEMO.remember(key, func, args, kwargs, result)
         if self._memory.allocator is None:  # else CPU kernels stand for others
-            measured = is_measured(func.name(), args)
-            inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
-            self._memory.ledger.see_workspace(inside)
+            if key is None or key not in _MEMO.inside:
+                measured = is_measured(func.name(), args)
+                inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
+                _MEMO.inside[key] = inside
+            self._memory.ledger.see_workspace(_MEMO.inside[key])
         return result
 
 
@@ -365,6 +367,7 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     allocator = CachingAllocator(AllocatorSettings.read(os.environ)) if stands_for == "cuda" else None
     memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.cache_enabled = False  # the memo has looked before it is asked
     answers = _Answers(composed=stands_for != "cuda", memory=memory)
     functions = CudaFunctions() if stands_for == "cuda" else nullcontext()
     with among_ourselves(), only_bytes_matter(), standing_for(stands_for), functions, fake, memory, answers:
