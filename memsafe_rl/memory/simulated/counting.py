@@ -32,7 +32,7 @@ from memsafe_rl.types import Component
 _SOURCE = Path(__file__).with_name("cpu_allocator.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _UNLIMITED = -1
-_MOST_ELEMENTS = 2**21  # of a kernel's arguments, up to which it is run to see what it holds inside
+_MOST_ELEMENTS = 2**24  # of a kernel's arguments, up to which it is run to see what it holds inside (some 0.1 s)
 _UNMARKED = -1
 _ADMITTED, _CHOSEN = 0, 1  # whether the allocator took a storage; else it was too large
 _COMPONENTS = tuple(Component)
@@ -187,7 +187,7 @@ class CountingAllocator(ByteCounter):
 def measured_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """Counts what a CPU kernel holds besides arguments and result, by running it once on others of the same shapes.
 
-    Of large arguments it is not run: beside them it holds little, for its blocks are made for caches.
+    Of very large arguments it is not run. A product of halves holds its result in float32 on processors without them.
     """
     given = tree_leaves((args, kwargs))
     if sum(one.numel() for one in given if isinstance(one, Tensor)) > _MOST_ELEMENTS or not compiler_available():
