@@ -321,6 +321,7 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
         try:
             if _can_be_resumed(folder):
                 return folder, ""
+            logger.warning("%s holds weights only, and cannot be resumed from; one before it is looked for", folder)
             why = why or f"{folder.name} holds weights only; a new run can take it as its model"
         except DamagedCheckpointError as error:
             logger.warning("%s is damaged (%s); the checkpoint before it is used", folder, error)

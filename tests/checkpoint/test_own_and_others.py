@@ -540,3 +540,15 @@ def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytes
     assert trainer.state.best_global_step == 3
     assert torch.equal(weights(trainer), model_in(tmp_path / "checkpoint-2"))
     assert "the best step, 3, was not saved, so that of checkpoint-2 is loaded, the best when it was" in caplog.text
+
+
+def test_a_newer_checkpoint_without_a_state_is_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path, **{**SAVING, "max_steps": 1}).train()
+    bare: dict[str, Any] = {**SAVING, "save_only_model": True, "max_steps": 2}
+    make_trainer(tmp_path, **bare).train(resume_from_checkpoint=True)
+    again = make_trainer(tmp_path, **{**SAVING, "max_steps": 3})
+    again.train(resume_from_checkpoint=True)
+    assert "checkpoint-2 holds weights only, and cannot be resumed from; one before it is looked for" in caplog.text
+    assert again.state.global_step == 3
