@@ -294,10 +294,16 @@ class Committer:
         self._parking.forget()
         self.optimizer.state.clear()
         parts = self.half.parts
+        saved = parts.each(state["optimizer"], self._parts, parts.cut)
         try:
-            self.optimizer.load_state_dict(parts.each(state["optimizer"], self._parts, parts.cut))
+            self.optimizer.load_state_dict(saved)
         except ValueError as error:
             raise refusal("checkpoint/optimizer", kind=type(self.optimizer).__name__, error=error) from error
+        for place, parameter in enumerate(self._held):  # torch has rounded it to the weights' type
+            own = self.optimizer.state.get(parameter, {})
+            for name, value in saved["state"].get(place, {}).items():
+                if isinstance(value, Tensor) and own[name].dtype is not value.dtype:
+                    own[name] = value.to(own[name].device, copy=True)
         self.half.load_state_dict(state)
         self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and "scaler" in state:
