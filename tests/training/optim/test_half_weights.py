@@ -449,6 +449,17 @@ def test_resuming_is_bitwise(choice: Any, tmp_path: Path) -> None:
     assert same(whole.setup.committed.state_dict(), resumed.setup.committed.state_dict())
 
 
+@pytest.mark.parametrize("optim", ["adafactor", "adamw_torch"])
+def test_what_an_optimizer_keeps_in_float32_is_resumed_in_it(optim: str, tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "master_weights": False, "save_strategy": "steps", "save_steps": 2, "optim": optim}
+    whole = half_trainer(tmp_path / "whole", learning_rate=1e-2, **settings)
+    whole.train()
+    resumed = half_trainer(tmp_path / "resumed", learning_rate=1e-2, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert torch.equal(weights(whole), weights(resumed))
+    assert same(whole.setup.committed.state_dict(), resumed.setup.committed.state_dict())
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_budget_without_room_for_a_step_is_refused_with_remedies(choice: Any, tmp_path: Path) -> None:
     budget = 550_000 if choice is True else 420_000
