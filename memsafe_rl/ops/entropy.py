@@ -27,17 +27,18 @@ def entropy_threshold(entropies_M: Tensor, mask_M: Tensor, top_entropy_quantile:
         top_entropy_quantile: share of actions kept, in [0, 1].
 
     Returns:
-        Scalar float32, nats; +inf if no action counts.
+        Scalar of the entropies' type, float32 at least, nats; +inf if no action counts.
     """
     counted_M = mask_M.bool()
-    sorted_M = torch.where(counted_M, entropies_M.detach().float(), math.inf).sort().values
+    wide = torch.promote_types(entropies_M.dtype, torch.float32)
+    sorted_M = torch.where(counted_M, entropies_M.detach().to(wide), math.inf).sort().values
     sorted_M = torch.cat([sorted_M, sorted_M.new_full((1,), math.inf)])
     last = (counted_M.sum() - 1).clamp(min=0)
     # Rounded, so that 0.2 · 10 = 2.0000000000000004 does not ask for a value above the third.
     rank = ((1 - top_entropy_quantile) * last.double()).mul(1e9).round().div(1e9)
     below = rank.floor().long()
     low, high = sorted_M.take(torch.stack([below, torch.minimum(below + 1, last)])).unbind()
-    return torch.where(rank == below, low, torch.lerp(low, high, (rank - below).float()))
+    return torch.where(rank == below, low, torch.lerp(low, high, (rank - below).to(wide)))
 
 
 def high_entropy_mask(entropies_BT: Tensor, mask_BT: Tensor, threshold: Tensor) -> Tensor:

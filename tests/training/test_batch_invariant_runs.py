@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BloomForCausalLM, FalconForCausalLM
 
 from memsafe_rl.memory.planning.policies import FixedPolicy
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
@@ -20,7 +21,7 @@ from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import RolloutPlan, Trajectory, UpdatePlan
 from tests.tiny import tiny_model
-from tests.trainers.helpers import make_trainer
+from tests.trainers.helpers import gradient_of, make_trainer, relative
 from tests.trainers.test_encoder_decoder import tiny_t5
 from tests.trainers.test_episodes import trainer_of
 
@@ -200,3 +201,17 @@ def drawn_once(own: Any) -> Any:
         return replace(drawn, samples=replace(drawn.samples, completions=found[0].samples.completions))
 
     return draw
+
+
+@pytest.mark.parametrize("family", [FalconForCausalLM, BloomForCausalLM])
+def test_marks_on_an_attention_of_its_own_do_not_read_padding(family: Any, tmp_path: Path) -> None:
+    gradients = []
+    for score_tokens in (8192, 16):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 258, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+        config = family.config_class(**sizes, eos_token_id=1, pad_token_id=0)
+        policy = FixedPolicy(RolloutPlan(rows_in_flight=64, score_tokens=score_tokens), UpdatePlan(8192))
+        model = family(config).double().eval()
+        trainer = make_trainer(tmp_path / str(score_tokens), model=model, policy=policy, top_entropy_quantile=0.3)
+        gradients.append(gradient_of(trainer))
+    assert relative(gradients[1], gradients[0]) < 1e-12

@@ -137,7 +137,8 @@ class LanguageAdapter(ModelAdapter, ABC):
         if not (self.batch_invariant or invariant):
             yield
             return
-        with batch_invariant(self._all_configs):
+        # an attention of a network's own would be handed masks of another one, and read padding
+        with batch_invariant(self._all_configs if self.joins else ()):
             yield
 
     @torch.no_grad()
