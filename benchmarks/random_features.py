@@ -168,7 +168,7 @@ def _make(mix: Mix, folder: Path, policy: rl.MemoryPolicy, told: list[str], more
     make, configure = (getattr(rl, f"{mix.trainer}{kind}") for kind in ("Trainer", "Config"))
     denoises, gpt2 = mix.family == DENOISER, mix.family == "gpt2"
     usual = {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "report_to": "none", "disable_tqdm": True}
-    quiet = {"save_strategy": "no", "use_cpu": True, "alarms": False, "log_level": "error"}
+    quiet = {"save_strategy": "no", "use_cpu": True, "alarms": False}
     targets = ["up", "down"] if denoises else ["c_attn"] if gpt2 else "all-linear"
     adapter = LoraConfig(r=4, target_modules=targets, fan_in_fan_out=gpt2)
 
