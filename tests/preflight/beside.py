@@ -52,10 +52,18 @@ def saved(config: PretrainedConfig, kind: Any, folder: Path) -> Path:
 
 
 def run(
-    folder: Path, reward_funcs: Any = alternating, given: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    reward_funcs: Any = alternating,
+    given: dict[str, Any] | None = None,
+    *,
+    exact: bool = True,
+    **settings: Any,
 ) -> tuple[GRPOTrainer, dict[Phase, int]]:
-    """Trains under a device that counts every byte; gives the trainer and the peak of every phase."""
-    with SimulatedMemory(ROOM, exact=True) as memory:
+    """Trains under a device that counts every byte, or all but those that kernels of this processor hold inside.
+
+    Gives the trainer and the peak of every phase.
+    """
+    with SimulatedMemory(ROOM, exact=exact) as memory:
         trainer = GRPOTrainer(
             str(folder), reward_funcs, config_for(folder, **settings), **{"train_dataset": prompts(), **(given or {})}
         )

@@ -49,7 +49,8 @@ def test_a_forecast_for_cuda_attends_as_a_run_on_it(tmp_path: Path, bf16: bool) 
             memory_policy=packed,
         )
     with standing_for("cuda"), cuda_kernels() as ran:
-        _, held = run(tmp_path, given={"train_dataset": rows, "memory_policy": packed}, **settings)
+        # some processors hold products of halves in float32, which CUDA's kernels do not
+        _, held = run(tmp_path, given={"train_dataset": rows, "memory_policy": packed}, exact=False, **settings)
     assert (
         {one for one in ran if "backward" in one} == attention.ran == {f"{'flash' if bf16 else 'efficient'} backward"}
     )
