@@ -185,7 +185,7 @@ def passes_of(trainer: Any) -> list[bool]:
 
 def features_of(trainer: Any) -> list[Any]:
     """Gives the features that are kept."""
-    return list(trainer.setup.models.reader.kept().features.values())
+    return list(trainer.setup.models.reader.kept()[0].features.values())
 
 
 def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_frozen_tower_keeps_no_pixels_and_gathers_no_gradient(tmp_path: Path) 
     trainer = made(tmp_path, small(), max_steps=2, num_iterations=2)
     found = passes_of(trainer)
     trainer.train()
-    table = trainer.setup.models.reader.kept()
+    table, *_ = trainer.setup.models.reader.kept()
     assert found == [False] * 4
     assert not table.shown
     assert [(one.values.requires_grad, one.values.grad) for one in features_of(trainer)] == [(False, None)]

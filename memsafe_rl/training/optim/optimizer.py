@@ -302,7 +302,7 @@ class Committer:
         for place, parameter in enumerate(self._held):  # torch has rounded it to the weights' type
             own = self.optimizer.state.get(parameter, {})
             for name, value in saved["state"].get(place, {}).items():
-                if isinstance(value, Tensor) and own[name].dtype is not value.dtype:
+                if isinstance(value, Tensor) and value.itemsize > own[name].itemsize:
                     own[name] = value.to(own[name].device, copy=True)
         self.half.load_state_dict(state)
         self.scheduler.load_state_dict(state["scheduler"])
