@@ -93,7 +93,7 @@ class ImagePromptReader(PromptReader):
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Tokenizes prompts without a limit; of each image only the size is read."""
         shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
-        rows = self._text.ids([hollow(prompt, in_parts=self._family.in_parts) for prompt in prompts])
+        rows = self._text.ids([self.in_parts(prompt) for prompt in prompts])
         found = [self.expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
         for row, sizes in zip(found, shown, strict=True):
             if sizes and self._text.truncate and self.limit is not None and len(row) > self.limit:

@@ -208,7 +208,7 @@ class Checkpoints:
             "memory": self._setup.memory.state_dict(),
             "alarms": state.alarms.state_dict(),
             "experience": _rollout_facts(state.rollout),
-            "contexts": self._setup.models.reader.read_in_contexts(),
+            "contexts": None if state.rollout is None else self._setup.models.reader.read_in_contexts(),
             "waiting": plain_groups(state.waiting),
             "ahead": [(key, plain_completion(completion)) for key, completion in drawn.items()],
             "concessions": [asdict(degradation) for degradation in state.degradations],
