@@ -8,6 +8,7 @@ import json
 import threading
 from base64 import b64decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +37,8 @@ class _Connection:
     def close(self) -> None:
         """Ends the connection, and the command where one was started."""
         if self._thread.is_alive() and hasattr(self, "loop"):
-            self.loop.call_soon_threadsafe(self._over.set)
+            with suppress(RuntimeError):  # the loop closes by itself where the server is lost
+                self.loop.call_soon_threadsafe(self._over.set)
             self._thread.join(_FAREWELL_SECONDS)
 
     async def _live(self) -> None:

@@ -218,6 +218,21 @@ def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pyte
         MCPTools(["x"])
 
 
+def test_a_server_that_is_not_there_is_refused_however_slowly_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = asyncio.run
+
+    def lingering(main: Any) -> None:
+        run(main)
+        time.sleep(0.3)  # its loop is closed, the thread is not over
+
+    monkeypatch.setattr(asyncio, "run", lingering)
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        MCPTools(f"http://127.0.0.1:{port}/mcp")
+
+
 @pytest.mark.slow
 def test_a_run_trains_with_the_tools_of_a_server_over_http(script: Path, tmp_path: Path) -> None:
     from tests.trainers.test_episodes import trainer_of
