@@ -1,7 +1,7 @@
 """How far is a forecast from what the run then holds?
 
     python -m benchmarks.forecast_error [--families qwen3 gpt2] [--quick]
-    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu|pretend]
+    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu|pretend] [--rarer]
 
 Writes ``benchmarks/results/forecast_error.json``, or of 200 or more runs drawn at random ``forecast_random.json``; with
 those, the command ends with 1 where one of `Limits` is passed. Every setting is forecast on fake tensors, then really
@@ -46,7 +46,7 @@ from transformers import (
 )
 
 from benchmarks.machine import describe_machine
-from benchmarks.random_runs import draw_run
+from benchmarks.random_runs import draw_rarer, draw_run
 from benchmarks.small import EOS_ID, PAD_ID, byte_tokenizer
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory
 from memsafe_rl.diagnostics.run_figures import by_phase
@@ -292,6 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--random", type=int, metavar="N", help="runs drawn at random, in place of the settings")
     parser.add_argument("--seed", type=int, default=0, help="of the random runs")
     parser.add_argument("--first", type=int, default=0, help="number of the first random run")
+    parser.add_argument("--rarer", action="store_true", help="random runs of families and features that few runs have")
     parser.add_argument("--device", choices=("cpu", "pretend"), default="cpu", help="where random runs are made")
     parser.add_argument("--out", type=Path, help="where the figures go")
     given = parser.parse_args(arguments)
@@ -318,16 +319,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _write(given.out or RESULTS, results)
 
 
-def save_network(config: PretrainedConfig, folder: str) -> None:
+def save_network(config: PretrainedConfig, folder: str, dtype: torch.dtype = torch.float32) -> None:
     """Saves a network with random weights.
 
     Args:
         config: of the network.
         folder: where it goes.
+        dtype: of its weights.
     """
     torch.manual_seed(0)
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    kind.from_config(config, dtype=dtype).save_pretrained(folder)
 
 
 def _write(path: Path, results: dict[str, Any]) -> None:
@@ -378,9 +380,9 @@ def _run_random(given: argparse.Namespace) -> int:
     console = Console(width=160, highlight=False)
     out = given.out or (RANDOM_RESULTS if given.random >= _WORTH_WRITING else None)
     for index in range(given.first, given.first + given.random):
-        run = draw_run(given.seed, index)
+        run = (draw_rarer if given.rarer else draw_run)(given.seed, index)
         with tempfile.TemporaryDirectory() as folder:
-            save_network(run.network_config(), folder)
+            save_network(run.network_config(), folder, run.dtype)
             on_device = pretend.is_loaded()
             with patch.object(forecasting, "measured_speed", return_value=None):  # seconds are not asked for
                 found = beside(run, partial(run.trainer, Path(folder), use_cpu=not on_device), on_device=on_device)

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
     BartConfig,
+    BitsAndBytesConfig,
+    BloomConfig,
+    CohereConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MarianConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
+    OPTConfig,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    StableLmConfig,
+    Starcoder2Config,
     T5Config,
 )
 
@@ -101,13 +111,13 @@ def _t5(sizes: Sizes) -> PretrainedConfig:
     )
 
 
-def _bart(sizes: Sizes) -> PretrainedConfig:
+def _bart(sizes: Sizes, kind: type[PretrainedConfig] = BartConfig) -> PretrainedConfig:
     own = {
         f"{side}_{name}": value
         for side in ("encoder", "decoder")
         for name, value in (("layers", sizes.layers), ("attention_heads", sizes.heads), ("ffn_dim", sizes.inner))
     }
-    return BartConfig(
+    return kind(
         vocab_size=sizes.vocab,
         d_model=sizes.hidden,
         max_position_embeddings=_POSITIONS,
@@ -147,8 +157,48 @@ FAMILIES: Mapping[str, Callable[[Sizes], PretrainedConfig]] = {
 }
 """How a small network of each family is made."""
 
-_ENCODER_DECODERS = ("t5", "bart")
-_LORA_TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "qwen3_moe": ["q_proj", "v_proj", "o_proj"]}
+
+def _falcon(sizes: Sizes) -> PretrainedConfig:
+    own = {"num_kv_heads": sizes.key_heads, "new_decoder_architecture": True, "ffn_hidden_size": sizes.inner}
+    return FalconConfig(**{**_decoder(sizes), **own})
+
+
+def _opt(sizes: Sizes) -> PretrainedConfig:
+    return OPTConfig(**_decoder(sizes), ffn_dim=sizes.inner, word_embed_proj_dim=sizes.hidden)
+
+
+def _bloom(sizes: Sizes) -> PretrainedConfig:
+    own = {"n_layer": sizes.layers, "n_head": sizes.heads, "tie_word_embeddings": sizes.tied}
+    return BloomConfig(vocab_size=sizes.vocab, hidden_size=sizes.hidden, **own, **_IDS)
+
+
+FURTHER_FAMILIES: Mapping[str, Callable[[Sizes], PretrainedConfig]] = {
+    "marian": lambda sizes: _bart(sizes, MarianConfig),
+    "falcon": _falcon,
+    "bloom": _bloom,
+    "opt": _opt,
+    "mixtral": lambda sizes: MixtralConfig(**_decoder(sizes, num_local_experts=3, router_aux_loss_coef=0.0)),
+    "cohere": lambda sizes: CohereConfig(**_decoder(sizes)),
+    "stablelm": lambda sizes: StableLmConfig(**_decoder(sizes)),
+    "starcoder2": lambda sizes: Starcoder2Config(**_decoder(sizes)),
+}
+"""Those that only runs of rarer features are drawn from."""
+
+_ENCODER_DECODERS = ("t5", "bart", "marian")
+_EXPERTS = ("qwen3_moe", "mixtral")
+_LORA_TARGETS = {
+    "gpt2": ["c_attn", "c_proj", "c_fc"],
+    **{family: ["q_proj", "v_proj", "o_proj"] for family in _EXPERTS},
+}
+_BASES = {
+    "nf4": BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    ),
+    "fp4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype=torch.float32),
+}
 
 
 @dataclass(frozen=True)
@@ -175,6 +225,9 @@ class RandomRun:
     packing: bool | None  # whether completions share one copy of their prompt; likewise
     quantile: float  # `top_entropy_quantile`, of GRPO
     bf16: bool  # whether forward passes run in bfloat16
+    base: str | None = None  # one of `_BASES`, the bits of the base under an adapter
+    dora: bool = False  # whether the adapter is a DoRA
+    rarer: Mapping[str, Any] = field(default_factory=dict)  # further settings
 
     def __str__(self) -> str:
         sizes, kind = self.sizes, "full" if self.lora is None else f"LoRA {self.lora}"
@@ -188,11 +241,18 @@ class RandomRun:
             f"parts={self.parts} acc={self.accumulation} steps={self.steps} beta={self.beta} "
             f"recomputed={chosen[self.checkpointing]} packed={chosen[self.packing]}"
             f"{f' quantile={self.quantile}' if self.quantile < 1 else ''}{' bf16' if self.bf16 else ''}"
+            f"{f' {self.base}' if self.base else ''}{' DoRA' if self.dora else ''}"
+            f"{''.join(f' {name}={value}' for name, value in self.rarer.items())}"
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights, as they are saved and loaded."""
+        return torch.bfloat16 if "master_weights" in self.rarer else torch.float32
 
     def network_config(self) -> PretrainedConfig:
         """Gives the config of the run's network."""
-        return FAMILIES[self.family](self.sizes)
+        return {**FAMILIES, **FURTHER_FAMILIES}[self.family](self.sizes)
 
     def trainer(self, folder: Path, use_cpu: bool = True, policy: MemoryPolicy | None = None) -> Any:
         """Makes the run's trainer, which forecasts it first.
@@ -208,14 +268,17 @@ class RandomRun:
         adapter = None
         if self.lora is not None:
             targets = _LORA_TARGETS.get(self.family, "all-linear")
-            adapter = LoraConfig(r=self.lora, target_modules=targets, fan_in_fan_out=self.family == "gpt2")
+            more = {"fan_in_fan_out": self.family == "gpt2", "use_dora": self.dora}
+            adapter = LoraConfig(r=self.lora, target_modules=targets, **more)
         given = {
             "train_dataset": Dataset.from_dict({"prompt": [_prompt(*one) for one in enumerate(self.prompt_tokens)]}),
             "processing_class": byte_tokenizer(),
             "peft_config": adapter,
             "memory_policy": policy or AdaptivePolicy(checkpointing=self.checkpointing, pack_prompts=self.packing),
         }
-        out, settings = str(folder / "run"), {**self._settings(), "use_cpu": use_cpu}
+        out, settings = str(folder / "run"), {**self._settings(), **self.rarer, "use_cpu": use_cpu}
+        if self.base is not None:
+            settings["model_init_kwargs"] = {"quantization_config": _BASES[self.base]}
         if self.ppo:
             config = PPOConfig(out, kl_coef=self.beta, **settings)
             return PPOTrainer(str(folder), alternating, config, critic=self.critic, **given)
@@ -317,4 +380,54 @@ def draw_run(seed: int, index: int) -> RandomRun:
         packing=choose([None, None, True, False]),
         quantile=choose([1.0, 1.0, 1.0, 0.3]),
         bf16=rng.random() < 0.15,
+    )
+
+
+_RARER: dict[str, list[Any]] = {
+    "cache_implementation": ["quantized"],
+    "batch_invariant": [True],
+    "entropy_coef": [0.01],
+    "trajectory_device": ["host"],
+    "repetition_penalty": [1.2],
+    "top_k": [5],
+    "top_p": [0.9],
+    "max_grad_norm": [0.0],
+    "disable_dropout": [False],
+    "gradient_checkpointing_kwargs": [{"offload": True}],
+}
+
+
+def draw_rarer(seed: int, index: int) -> RandomRun:
+    """Draws a run of features that few runs have, the same for the same arguments.
+
+    Args:
+        seed: of all runs.
+        index: which of them.
+
+    Returns:
+        The run.
+    """
+    run, rng = draw_run(seed, index), random.Random(f"rarer/{seed}/{index}")
+    family = rng.choice([run.family, *FURTHER_FAMILIES])
+    lora = run.lora or (8 if rng.random() < 0.5 else None)
+    splits = lora and family not in (*_EXPERTS, "gpt2")
+    names = rng.sample(sorted(_RARER), rng.randint(1, 3))
+    rarer = {name: rng.choice(_RARER[name]) for name in names}
+    own_decoding = family in ("falcon", "bloom")  # by its own attention, padded
+    if own_decoding or run.loss == "vespo":  # whose correction is not that of whole sequences
+        rarer.pop("cache_implementation", None)
+    if own_decoding or "disable_dropout" in rarer:
+        rarer.pop("batch_invariant", None)
+    trains_in_halves = lora is None and rng.random() < 0.3
+    if trains_in_halves:
+        rarer["model_init_kwargs"] = {"dtype": "bfloat16"}
+        rarer["master_weights"] = rng.choice([True, False, "stochastic_rounding"])
+    return replace(
+        run,
+        family=family,
+        lora=lora,
+        base=rng.choice([None, *_BASES]) if splits else None,
+        dora=bool(splits and rng.random() < 0.25),
+        bf16=run.bf16 or trains_in_halves,
+        rarer=rarer,
     )

@@ -147,6 +147,9 @@ def load_model(
         base: Any = load(model, frozen=peft_config is not None) if isinstance(model, str) else model
         if isinstance(model, str):
             freeze_unused_tower(base, sees_images=sees_images)
+        for module in base.modules():
+            if hasattr(module, "create_weight"):  # positions by a formula: transformers freezes what it makes, alone
+                module.requires_grad_(False)
         trained, reference = base, None
         if peft_config is not None:
             with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's

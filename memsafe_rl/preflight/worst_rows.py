@@ -59,7 +59,8 @@ class PlannedStep:
         """What a step may hold most of: bytes, as the policy and each slice let expect, then sizes of its slices."""
         work, tokens, packed = self.step.work, self.plan.micro_batch_tokens, self.plan.pack_prompts
         slices = [] if work.geometry.unit is not None else cut_work(work, tokens, packed=packed)
-        held = max((self._bytes_of(rows, meets=place > 0) for place, rows in enumerate(slices)), default=0)
+        alone = _cut(work, self.plan) if work.sources else slices
+        held = max((self._bytes_of(rows, meets=place > 0) for place, rows in enumerate(alone)), default=0)
         # of those that meet the gradients of others
         meeting = max((slice_tokens(work, rows, packed=packed) for rows in slices[1:]), default=0)
         runs = [run for rows in slices for run in attention_runs(work, rows, packed=packed)]
@@ -69,13 +70,19 @@ class PlannedStep:
         return expected, held, *largest_slices(work, tokens, packed=packed), meeting, padded, blocks
 
     def _bytes_of(self, rows: Sequence[int], *, meets: bool) -> int:
-        """Estimates what a slice holds, alone or beside the gradients of others.
+        """Estimates what a slice, or a group whose prompts are read together, holds beside the gradients of others.
 
         The policy's own estimate joins a step's most tokens to its most completion tokens, which may be in two slices.
         """
         work, packed = self.step.work, self.plan.pack_prompts
-        tokens, actions = slice_tokens(work, rows, packed=packed), sum(work.action_tokens[row] for row in rows)
-        alone = UpdateWork((max(tokens, actions),), (actions,), work.geometry, gradients_aside=int(meets))
+        if work.sources:
+            row_tokens, action_tokens, sources = (
+                tuple(each[row] for row in rows) for each in (work.row_tokens, work.action_tokens, work.sources)
+            )
+        else:
+            action_tokens, sources = (sum(work.action_tokens[row] for row in rows),), ()
+            row_tokens = (max(slice_tokens(work, rows, packed=packed), *action_tokens),)
+        alone = UpdateWork(row_tokens, action_tokens, work.geometry, gradients_aside=int(meets), sources=sources)
         return sum(update_parts(alone, self.plan).values())
 
 

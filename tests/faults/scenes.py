@@ -28,6 +28,7 @@ from memsafe_rl import (
 )
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.types import MemoryFailure
+from tests import images
 
 VOCAB_SIZE = 258
 
@@ -59,6 +60,7 @@ class Scene:
         denoises: whether a diffusion policy is trained.
         half: whether weights are held in bfloat16.
         critic: "trunk", "adapter", "model" or, of a denoiser, "states", what foresees rewards in PPO; None for GRPO.
+        reads_images: family of the network that is trained on prompts with images, tower and all; None for texts.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Scene:
     critic: str | None = None
     denoises: bool = False
     half: bool = False
+    reads_images: str | None = None
 
     @property
     def burst(self) -> int:
@@ -85,6 +88,11 @@ class Scene:
     def parks(self) -> bool:
         """Whether optimizer state may move to the host and back: what has been moved stays, whatever fails later."""
         return not isinstance(self.policy, FixedPolicy) or self.policy.update.park_optimizer
+
+    @property
+    def most_features_bytes(self) -> int:
+        """Bytes of image features: an attempt that fails may leave those it has made, or have let stale ones go."""
+        return 33 * 32 * 4 if self.reads_images else 0  # of all prompts, in float32
 
     @property
     def passes(self) -> bool:
@@ -193,6 +201,20 @@ SCENES = (
         settings={"optim": "adamw_torch", "master_weights": "stochastic_rounding"},
     ),
     Scene("bfloat16 with copies, PPO", FixedPolicy(*_plans(8, 64)), half=True, critic="model"),
+    Scene("images, KL to a copy", FixedPolicy(*_plans(8, 64)), settings={"beta": 0.05}, reads_images="qwen2_vl"),
+    Scene(
+        "images into several layers, LoRA, leaner plans",
+        HalvingPolicy(*_plans(8, 128, checkpointing=True)),
+        lora=True,
+        reads_images="qwen3_vl",
+    ),
+    Scene(  # the biases of its tower's keys have gradients of 0, of whose rounding Adam makes steps
+        "images that see both ways, PPO, leaner plans",
+        HalvingPolicy(*_plans(8, 128)),
+        critic="trunk",
+        settings={"optim": "sgd", "learning_rate": 0.1},
+        reads_images="gemma3",
+    ),
 )
 
 
@@ -225,7 +247,7 @@ class Reward:
         self.calls: list[tuple[Any, ...]] = []
         self.upset: Callable[[int], None] | None = None
 
-    def __call__(self, prompts: list[str], completions: list[str], completion_ids: list[list[int]]) -> list[float]:
+    def __call__(self, prompts: Any, completions: Any, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Pays, or breaks off."""
         with host_memory():  # where samples are
             self.calls.append((prompts, _noted(completions), _noted(completion_ids)))
@@ -239,6 +261,8 @@ def build_model(scene: Scene) -> Any:
     """Makes a tiny network whose logits are far from uniform, or a tiny denoiser in float64."""
     if scene.denoises:
         return small_policy()
+    if scene.reads_images:
+        return images.small(scene.reads_images).requires_grad_(True)
     model = (small_t5 if scene.encodes else small_qwen3)(VOCAB_SIZE, hidden=32)
     with torch.no_grad():
         for weight in model.parameters():
@@ -247,6 +271,13 @@ def build_model(scene: Scene) -> Any:
     for layer in [] if scene.encodes else model.model.layers:
         layer.self_attn.attention_dropout = scene.dropout
     return model.bfloat16() if scene.half else model
+
+
+def processing_class(scene: Scene) -> Any:
+    """Makes what reads a scene's prompts."""
+    if scene.denoises:
+        return None
+    return images.processor(scene.reads_images) if scene.reads_images else byte_tokenizer()
 
 
 def make_trainer(
@@ -269,7 +300,9 @@ def make_trainer(
         "bf16": False,
         "log_level": "error",
     }
-    prompts = [f"{n}+{n % 7}=" + " " * (n % 5) for n in range(24)]
+    prompts: Any = Dataset.from_list([{"prompt": f"{n}+{n % 7}=" + " " * (n % 5)} for n in range(24)])
+    if scene.reads_images:
+        prompts = images.rows()
     targets = ["q", "v", "wo"] if scene.encodes else ["q_proj", "v_proj", "down_proj"]
     kind = "SEQ_2_SEQ_LM" if scene.encodes else "CAUSAL_LM"
     if scene.denoises:
@@ -285,9 +318,9 @@ def make_trainer(
     trainer: GRPOTrainer | PPOTrainer = make(
         build_model(scene),
         [reward, pay_for_brevity] if "objectives" in scene.settings else reward,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        eval_dataset=Dataset.from_dict({"prompt": prompts[:2]}),
-        processing_class=None if scene.denoises else byte_tokenizer(),
+        train_dataset=prompts,
+        eval_dataset=prompts if scene.reads_images else prompts.select(range(2)),
+        processing_class=processing_class(scene),
         peft_config=adapter if scene.lora else None,
         memory_policy=scene.policy,
         callbacks=[callback],

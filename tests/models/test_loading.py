@@ -13,6 +13,8 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BitsAndBytesConfig,
+    MarianConfig,
+    MarianMTModel,
     MixtralConfig,
     Qwen3ForSequenceClassification,
     T5Config,
@@ -152,6 +154,18 @@ def test_adapters_that_cannot_be_trained_are_refused() -> None:
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="is_trainable=True"):
         load_model(model)
+
+
+def test_positions_by_a_formula_are_not_trained(tmp_path: Path) -> None:
+    """Marian's; transformers freezes them where it makes them, and not where it loads them."""
+    sizes = {
+        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = MarianConfig(**sizes, d_model=8, vocab_size=12, pad_token_id=0, decoder_start_token_id=0)
+    MarianMTModel(config).save_pretrained(tmp_path)
+    for model in (str(tmp_path), MarianMTModel.from_pretrained(tmp_path)):
+        weights = load_model(model).model.named_parameters()
+        assert {name.split(".")[1] for name, one in weights if not one.requires_grad} == {"encoder", "decoder"}
 
 
 def test_a_model_object_keeps_its_types() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
 
 from benchmarks.forecast_error import beside as forecast_and_run
 from benchmarks.forecast_error import errors_of, save_network
@@ -23,14 +24,16 @@ from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ONCE_WRONG = {
-    (2611, 49): "most completion tokens meet gradients in another step than most tokens do",
-    (2512, 95): "marks are made of a whole step, not of the rows that are tried",
-    (2512, 112): "steps after a rollout's first are marked in tiles of the plan before",
-    (2512, 155): "a view's strides, by which a product would copy its weights",
+    "most completion tokens meet gradients in another step than most tokens do": draw_run(2611, 49),
+    "marks are made of a whole step, not of the rows that are tried": draw_run(2512, 95),
+    "steps after a rollout's first are marked in tiles of the plan before": draw_run(2512, 112),
+    "a view's strides, by which a product would copy its weights": draw_run(2512, 155),
+    "most tokens of a BART's step stand beside few of its completions": replace(draw_run(3, 11), family="bart", lora=8),
 }
-"""Runs drawn at random that were 7 to 25 % off in a phase, by seed and number, and why."""
+"""Runs drawn at random that were 7 to 25 % off in a phase, by what was not known."""
 
 RAGGED = (40, 30, 12, 11)
+FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +79,12 @@ def run(
         {"top_entropy_quantile": 0.2, "lora": {}},
         {"loss_type": "kl_cov", "cov_fraction": 0.1},
         {"advantage_estimator": "otb", "lora": {}},
+        {"top_p": 0.95},  # of a network whose nucleus is no short list, so that whole rows are sorted
+        {"lora": {"use_dora": True}, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
     ],
-    ids=str,
+    ids=lambda given: str(
+        {name: "4 bits" if "quantization_config" in str(value) else value for name, value in given.items()}
+    ),
 )
 @pytest.mark.slow
 def test_every_phase_holds_what_was_said(folder: Path, given: dict[str, Any]) -> None:
@@ -117,9 +124,9 @@ def test_a_random_order_is_that_of_the_run_on_tensors_without_numbers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "number"), ONCE_WRONG)
-def test_random_runs_that_were_forecast_wrongly(seed: int, number: int, tmp_path: Path) -> None:
-    drawn = draw_run(seed, number)
+@pytest.mark.parametrize("why", ONCE_WRONG)
+def test_random_runs_that_were_forecast_wrongly(why: str, tmp_path: Path) -> None:
+    drawn = ONCE_WRONG[why]
     save_network(drawn.network_config(), str(tmp_path))
     errors = errors_of(forecast_and_run(drawn, partial(drawn.trainer, tmp_path), on_device=False))
-    assert all(abs(error) < 0.01 for error in dict(errors).values()), (ONCE_WRONG[seed, number], dict(errors))
+    assert all(abs(error) < 0.01 for error in dict(errors).values()), dict(errors)

@@ -133,7 +133,7 @@ class _FourBitProduct(torch.autograd.Function):
 def _quantise(layer: nn.Linear, settings: Any) -> None:
     """Has a layer on the meta device hold what bitsandbytes holds of a 4-bit one, and unpack it where it is used."""
     shape, elements = (layer.out_features, layer.in_features), layer.weight.numel()
-    compute_dtype, bias = settings.bnb_4bit_compute_dtype, layer.bias
+    compute_dtype, bias, plain = settings.bnb_4bit_compute_dtype, layer.bias, layer.weight.dtype
     layer.weight = nn.Parameter(torch.empty((elements + 1) // 2, 1, dtype=torch.uint8), requires_grad=False)
     scales = -(-elements // _BLOCK)
     layer.register_buffer("code", torch.empty(16))
@@ -150,3 +150,5 @@ def _quantise(layer: nn.Linear, settings: Any) -> None:
         return product if bias is None else product + layer.bias.to(product.dtype)
 
     layer.forward = forward  # type: ignore[method-assign, assignment]
+    # as of a layer that unpacks its own weight, for which a DoRA asks
+    vars(layer).update(W_q=layer.weight, dequantize=lambda: layer.weight.new_empty(shape, dtype=plain))

@@ -364,9 +364,10 @@ def _top_p(mass: float) -> Processor:
         kept_BK = probs_BK.cumsum(1) - probs_BK < mass
         kept_BK[:, 0] = True
         cut_BV = torch.full_like(scores_BV, -math.inf).scatter_(1, tokens_BK, best_BK.masked_fill(~kept_BK, -math.inf))
-        flat_N = kept_BK.all(1).logical_or_(probs_BK.isnan().any(1)).nonzero()[:, 0]
-        if len(flat_N):
-            cut_BV[flat_N] = sorting.apply(scores_BV[flat_N], rows)
+        flat_B = kept_BK.all(1).logical_or_(probs_BK.isnan().any(1)).int()
+        flat_N1 = flat_B.topk(int(flat_B.sum())).indices[:, None]  # one row, where forecasts compute no number
+        for flat_1 in flat_N1:  # alone, for sorting holds several times what is sorted
+            cut_BV[flat_1] = sorting.apply(scores_BV[flat_1], rows)
         return cut_BV
 
     return Processor(apply, theirs.TopPLogitsWarper, in_place=False)
