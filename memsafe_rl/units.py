@@ -95,11 +95,3 @@ def bytes_text(value: float) -> str:
 def bytes_or_dash(value: float | None) -> str:
     """Writes bytes, or a dash for none."""
     return "-" if value is None else format_bytes(int(value))
-
-
-def duration(seconds: float, decimals: int = 1) -> str:
-    """Writes a time span in the unit that suits it."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.{decimals}f} {unit}"
-    return f"{seconds:.{decimals}f} s" if seconds >= 1 or not seconds else f"{1000 * seconds:.3g} ms"

@@ -24,7 +24,7 @@ from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, 
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
 from memsafe_rl.records import read_json
-from memsafe_rl.units import duration, format_bytes
+from memsafe_rl.units import format_bytes, format_seconds
 
 _FRESH_SECONDS = 10.0  # age of a status file from which on the run's process is checked; a live run writes every second
 _REFRESH_SECONDS = 1.0
@@ -162,7 +162,7 @@ def _advice_on_life(seen: Sighting) -> Iterator[str]:
     """Yields what is to be said of a run that no longer trains."""
     if seen.liveness is Liveness.ALIVE:
         return
-    status, ago = seen.status, duration(round(seen.age_seconds), decimals=0)
+    status, ago = seen.status, format_seconds(round(seen.age_seconds))
     store = importlib.import_module("memsafe_rl.checkpoint.store")  # with torch, which watching a live run spares
     saved = store.own_checkpoints(Path(str(status.get("run_dir", "."))))
     way_on = "It left no checkpoint; start it again."
@@ -294,7 +294,7 @@ def _heading(seen: Sighting) -> Text:
         words[seen.liveness],
         ("  ", ""),
         (str(status.get("run_dir")), "bold"),
-        f"  process {status.get('pid')}{place}, {duration(round(seen.age_seconds), decimals=0)} ago",
+        f"  process {status.get('pid')}{place}, {format_seconds(round(seen.age_seconds))} ago",
     )
 
 

@@ -70,7 +70,7 @@ def page(folder: RunFolder) -> str:
     """Renders a run's records as a page."""
     loader = PackageLoader("memsafe_rl.cli")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    writers = (units.plain, units.percent, units.duration, units.bytes_or_dash, sentence, plan_value, cell)
+    writers = (units.plain, units.percent, units.format_seconds, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
     rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
     figures = run_figures(folder.steps, folder.events, rollout_rows=None if rows is None else int(rows))

@@ -280,7 +280,7 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
     told, html = words(folder), html_of(folder)
     assert "2 times, from step 1 to 3, first: The allocator <tidied> up." in told
     assert "step 2 It leaks." in told
-    assert "1 allocation failed; the work was repeated, which cost 250 ms." in told
+    assert "1 allocation failed; the work was repeated, which cost 0.25 s." in told
     assert "max_completion_length 64 → 32" in told
     assert "step 2: 1.00 MiB refused in update, try 1; 0.25 s lost" in told
     assert "update: checkpointing no → yes" in told

@@ -22,6 +22,7 @@ NAMED = {scene.name: scene for scene in SCENES}
         ("PPO, critic of its own, on the host", 2),
         ("T5, KL to a copy", 2),
         ("denoiser, KL to a copy", 2),
+        ("images, KL to a copy", 3),
     ],
 )
 def test_faults_leave_no_trace_on_the_device(name: str, runs: int, tmp_path: Path, cuda: Pretend) -> None:

@@ -444,8 +444,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("addmm.dtype", &addmm_dtype);
   m.impl("histc", &histc);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
-  // CUDA's own kernels, where the dispatcher would take compositions, which hold more, before a fallback.
-  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "native_layer_norm", "native_group_norm", "addr"})
+  // CUDA's own kernels, where the dispatcher would take compositions, which hold more (or, of convolutions in three
+  // dimensions, end at a kernel that is not there), before a fallback.
+  for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "native_layer_norm",
+                           "native_group_norm", "addr", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
