@@ -95,7 +95,7 @@ class Routers:
     def weighing(self, counts_E1: Tensor) -> Iterator[list[Tensor]]:
         """Gives a micro-batch's shares of both losses (2,) by layer, from a step's counts; lasts until its backward."""
         shares: list[Tensor] = []
-        tokens = counts_E1[-1]
+        tokens = counts_E1[-1].clamp(min=1)  # where no row counts
         weights_E = self.experts * counts_E1[:-1] / tokens.square()
 
         def hear(logits_NE: Tensor, mask_N1: Tensor) -> None:

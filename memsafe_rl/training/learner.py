@@ -178,6 +178,7 @@ class Learner:
         setup, routers = self._setup, self._setup.adapter.routers
         if routers is None:
             return None
+        rows = [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
         found: list[Tensor] = []
         with setup.memory.phase(Phase.SCORE):
             counted = partial(counting_experts, setup, found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
-from tests.trainers.helpers import cut, make_trainer, weights
+from tests.trainers.helpers import count_digits, cut, make_trainer, weights
 
 COEF = 0.05
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -81,17 +82,24 @@ def test_no_cut_changes_its_gradient(family: str, dtype: torch.dtype, limit: flo
     assert (without - whole).norm() > 1e-4 * whole.norm()
 
 
+def pay_some(completions: Sequence[str], **_: object) -> list[float | None]:
+    """Pays nothing, not even 0, for the first half of the completions."""
+    return [None if 2 * place < len(completions) else len(text) for place, text in enumerate(completions)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_what_transformers_computes_of_the_whole_step(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reward", [count_digits, pay_some])
+def test_it_is_what_transformers_computes_of_the_whole_step(family: str, reward: Any, tmp_path: Path) -> None:
     made = {"model": mixture(family, torch.float64), "router_z_loss_coef": 2 * COEF}
-    trainer = make_trainer(tmp_path, **made, policy=cut(40))
+    trainer = make_trainer(tmp_path, **made, policy=cut(40), reward_funcs=reward)
     ours, metrics = gradient_of(trainer)
     rollout = trainer.loop.state.rollout
     assert rollout is not None
-    plain = make_trainer(tmp_path / "plain", model=mixture(family, torch.float64), router_aux_loss_coef=0.0)
-    without, _ = gradient_of(plain)
+    made = {"model": mixture(family, torch.float64), "router_aux_loss_coef": 0.0}
+    without, _ = gradient_of(make_trainer(tmp_path / "plain", **made, reward_funcs=reward))
 
-    rows = range(len(rollout.trajectory))
+    rows = [row for row, counted in enumerate(rollout.trajectory.counted_actions) if counted]
+    assert (len(rows) < len(rollout.trajectory)) is (reward is pay_some)
     ids = rollout.trajectory.token_rows(rows, PAD_ID, "cpu")
     lengths = torch.tensor(rollout.trajectory.row_lengths(rows))
     mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
