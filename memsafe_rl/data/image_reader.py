@@ -25,6 +25,7 @@ from memsafe_rl.data.prompts import (
     Repeat,
     hollow,
     images_in,
+    is_chat,
     prompt_of,
     with_image_parts,
     within_limit,
@@ -182,6 +183,10 @@ class ImagePromptReader(PromptReader):
 
     def in_parts(self, messages: Any) -> Any:
         """Gives messages as the family's chat templates take them, images as placeholders."""
+        for turn in messages if is_chat(messages) else ():
+            for part in turn["content"] if isinstance(turn.get("content"), list) else ():
+                own = {"text": "text", "image": "image"}.get(part.get("type"))
+                unusable.when(own is None or part.get(own) is None, "images/part", part=part)
         return hollow(messages, in_parts=self._family.in_parts)
 
     def _prompt(self, ids: Tensor, images: list[Any]) -> ImagePrompt:

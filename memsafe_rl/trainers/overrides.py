@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
-from memsafe_rl.errors import DataError, texts_beside
+from memsafe_rl.errors import ConfigError, DataError, texts_beside
 from memsafe_rl.rewards.runner import Attempt, PendingScores, RewardScores, run_once
 from memsafe_rl.training.metrics.run_log import Hooks
-from memsafe_rl.training.optim.optimizer import build_scheduler
+from memsafe_rl.training.optim.optimizer import build_scheduler, given_optimizers
 
 INSTEAD = {name: entry["instead"] for entry in texts_beside(__file__, "instead.yaml") for name in entry["names"]}
 """By method or attribute that TRL's trainer has and ours lacks: what to do instead."""
@@ -54,16 +54,21 @@ def hooks_of(trainer: Any, ours: type) -> Hooks:
     def create_both(max_steps: int) -> None:
         trainer.create_optimizer_and_scheduler(max_steps)
 
+    def made(name: str, given: Any, kept: str) -> Any:
+        found = getattr(trainer, kept) if given is None else given
+        if found is None:
+            raise ConfigError(
+                f"{type(trainer).__name__}.{name} makes nothing. Return what it makes, or set self.{kept}."
+            )
+        return found
+
     def create_optimizer(_max_steps: int) -> None:
-        made = trainer.create_optimizer()
-        if made is not None:  # where it only sets trainer.optimizer, that holds
-            trainer.optimizer = made
+        trainer.optimizer = made("create_optimizer", trainer.create_optimizer(), "optimizer")
 
     def create_scheduler(optimizer: torch.optim.Optimizer, _config: Any, max_steps: int) -> Any:
-        made = trainer.create_scheduler(max_steps, optimizer)
-        found = trainer.lr_scheduler if made is None else made
+        given = made("create_scheduler", trainer.create_scheduler(max_steps, optimizer), "lr_scheduler")
         trainer.lr_scheduler = None  # a later call of train() makes another
-        return found
+        return given_optimizers((None, given))[1]
 
     def save_model(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
@@ -122,5 +127,10 @@ class OwnRewards:
                 f"and {len(names)} reward functions. Return a tensor ({len(prompts)}, {len(names)}), NaN for no reward."
             )
         rewards_BF = found.detach().to("cpu", torch.float32)
+        for row in rewards_BF.isinf().any(1).nonzero()[:, 0].tolist():
+            raise DataError(
+                f"{type(self._trainer).__name__}._calculate_rewards returned {rewards_BF[row].tolist()} for row {row} "
+                f"of {len(prompts)}. Bound the rewards, or give NaN for no reward."
+            )
         scores = replace(self._scores or RewardScores(rewards_BF, names), rewards_BF=rewards_BF)
         return PendingScores(lambda: scores, lambda: None)

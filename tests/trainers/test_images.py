@@ -391,11 +391,26 @@ def test_a_row_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             r"train_dataset\[0\]: .* videos are not read yet",
         ),
         ([], r"prompt \[\] is a conversation without messages"),
+        (
+            [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, {"type": "image"}]}],
+            r"train_dataset\[0\]: a message has the part {'type': 'video', 'video': 'a.mp4'}\. Texts and images",
+        ),
     ],
 )
 def test_a_prompt_whose_images_are_miscounted_is_refused(prompt: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         make(tmp_path, train_dataset=[{"prompt": prompt, "image": picture(8, 8)}])
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "url": "a.png"}, {"type": "audio", "audio": "a.mp3"}, {"type": "image"}]
+)
+def test_what_is_neither_a_text_nor_an_image_is_refused(part: dict[str, Any], tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": [{"type": "text", "text": "w1"}, part]}], "goal": 1}
+    with pytest.raises(
+        DataError, match=rf"train_dataset\[0\]: a message has the part .*{part['type']}.* write an image as"
+    ):
+        make(tmp_path, train_dataset=[row] * 4)
 
 
 def test_a_column_of_one_image_holds_no_list(tmp_path: Path) -> None:

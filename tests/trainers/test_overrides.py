@@ -12,7 +12,7 @@ import torch
 import trl
 from datasets import Dataset
 
-from memsafe_rl.errors import DataError
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
@@ -132,6 +132,31 @@ def test_own_rewards_of_another_shape_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"returned \(8,\) for 8 completions and 1 reward functions"):
         of_class(Mine, tmp_path).train()
+
+
+def test_own_rewards_without_bound_are_refused(tmp_path: Path) -> None:
+    class Mine(GRPOTrainer):
+        def _calculate_rewards(self, *given: Any) -> Any:
+            rewards = super()._calculate_rewards(*given)
+            rewards[3] = -torch.inf
+            return rewards
+
+    with pytest.raises(DataError, match=r"_calculate_rewards returned \[-inf\] for row 3 of 8"):
+        of_class(Mine, tmp_path).train()
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "told"),
+    [
+        ("create_optimizer", None, r"Mine.create_optimizer makes nothing. Return .* or set self.optimizer"),
+        ("create_scheduler", None, r"Mine.create_scheduler makes nothing. Return .* or set self.lr_scheduler"),
+        ("create_scheduler", 3, "3, which has no get_last_lr"),
+    ],
+)
+def test_optimizers_and_schedules_that_are_none_are_refused(method: str, given: Any, told: str, tmp_path: Path) -> None:
+    mine = type("Mine", (GRPOTrainer,), {method: lambda *_, **__: given})
+    with pytest.raises(ConfigError, match=told):
+        of_class(mine, tmp_path).train()
 
 
 def test_an_own_log_adds_to_every_record(tmp_path: Path) -> None:

@@ -411,7 +411,8 @@ def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
     try:
         criteria = StopStringCriteria(tokenizer, list(strings))
     except ValueError as error:
-        raise ConfigError(f"stop_strings is {list(strings)!r}: {error}") from None
+        told = f"which transformers cannot look for among the tokens of {type(tokenizer).__name__} ({error})"
+        raise ConfigError(f"stop_strings is {list(strings)!r}, {told}. Leave it out.") from None
     return TextStops(tuple(strings), partial(criteria, scores=None), criteria.maximum_token_len)
 
 
