@@ -41,6 +41,7 @@ from memsafe_rl.rewards.scoring import reward_model_name
 from memsafe_rl.training.assembly.factory import Inputs, Machine, build_setup, machine_for, read_inputs
 from memsafe_rl.training.assembly.factory import check_adapter as check_by_factory
 from memsafe_rl.training.assembly.inputs import router_losses
+from memsafe_rl.training.assembly.language_models import settle_numerics
 from memsafe_rl.training.assembly.protocol import ModelFactory, TrainingRequest
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
@@ -287,10 +288,12 @@ def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checke
     kinds = tuple(type(module) for module in model.modules())
     attention = getattr(model.config, "_attn_implementation", None)
     about = model.config.to_json_string(use_diff=False), attention, losses, settings.autocast_dtype
-    key = weights, kinds, about, memory.allocator is None
+    numerics = settings.batch_invariant, settings.compile_mode, settings.disable_dropout
+    key = weights, kinds, about, numerics, memory.allocator is None
     if key not in _CHECKS:
         held = memory.live_bytes
         adapter = adapter_for(model, pad_token_id=0)
+        settle_numerics(settings, adapter)
         if losses.off:
             adapter.hear_routers(losses)
         with in_phase(Phase.ROLLOUT), nothing_differs(), autocast(adapter.device, settings.autocast_dtype):

@@ -99,9 +99,11 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
     if is_encoder_decoder(shallow):
         for name in _DEPTHS:
             if getattr(shallow, name, None) is not None:
-                setattr(shallow, name, 2)
+                setattr(shallow, name, min(2, getattr(shallow, name)))
         return shallow
     text = shallow.get_text_config(decoder=True)
+    if text.num_hidden_layers <= 2:
+        return shallow
     kinds = getattr(text, "layer_types", None)
     chosen = list(dict.fromkeys(kinds)) if kinds else []
     chosen += chosen[-1:] if len(chosen) == 1 else []

@@ -110,23 +110,10 @@ class LanguageModels(ModelFactory):
         adapter: ModelAdapter = adapter_for(
             loaded.model, pad_token_id=pad, reference_model=loaded.reference_model, inputs=inputs
         )
-        self._settle_numerics(adapter)
+        settle_numerics(self._config, adapter)
         if self._router_losses.off:
             adapter.hear_routers(self._router_losses)
         return adapter
-
-    def _settle_numerics(self, adapter: Any) -> None:
-        """Has a network compute rows as if alone where that is asked for, or the default of its device and type."""
-        if not hasattr(adapter, "numerics"):
-            return
-        wanted, dtype = self._config.batch_invariant, self._config.autocast_dtype
-        if wanted is None:
-            dtype = dtype or adapter.lm.get_input_embeddings().weight.dtype
-            fits = self._config.compile_mode is None and self._config.disable_dropout
-            wanted = fits and is_default(adapter.device, dtype)
-        for one in (adapter, adapter.reference_adapter):
-            if one is not None:
-                one.batch_invariant = wanted
 
     def check(self, adapter: ModelAdapter) -> None:
         """Compares log-probs and decoding with the model's own logits."""
@@ -191,6 +178,19 @@ class LanguageModels(ModelFactory):
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""
         return {"completion length": f"at most {self._config.max_completion_length} tokens"}
+
+
+def settle_numerics(config: TrainerConfig, adapter: Any) -> None:
+    """Has a network compute rows as if alone where that is asked for, or the default of its device and type."""
+    if not hasattr(adapter, "numerics"):
+        return
+    wanted, dtype = config.batch_invariant, config.autocast_dtype
+    if wanted is None:
+        dtype = dtype or adapter.lm.get_input_embeddings().weight.dtype
+        wanted = config.compile_mode is None and config.disable_dropout and is_default(adapter.device, dtype)
+    for one in (adapter, adapter.reference_adapter):
+        if one is not None:
+            one.batch_invariant = wanted
 
 
 def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> None:
