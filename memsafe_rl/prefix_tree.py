@@ -42,14 +42,8 @@ class Node:
 
 
 def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
-    """Finds what rows share, by their tokens.
-
-    Args:
-        rows: (L,) int64 on the host, each row's tokens, none negative.
-
-    Returns:
-        For each row, its place in depth-first order, and the tokens that it shares with the row before it there;
-        stretches of fewer than `LEAST_SHARED` tokens, or beyond `MOST_LEVELS` others, count as not shared.
+    """Gives each row's place in depth-first order, and the tokens (on the host) that it shares with the one before.
+    Stretches of fewer than `LEAST_SHARED` tokens, or beyond `MOST_LEVELS` others, count as not shared.
     """
     tokens = [row.numpy() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: tokens[row].astype(">i8").tobytes())
@@ -77,15 +71,7 @@ def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
 
 
 def branches_of(trajectory: Trajectory, rows: Collection[int]) -> list[Branch]:
-    """Puts stored rows into depth-first order.
-
-    Args:
-        trajectory: the store.
-        rows: those wanted.
-
-    Returns:
-        The rows wanted, each with the tokens that it shares with the one before it among them.
-    """
+    """Puts stored rows into depth-first order, each with the tokens it shares with the one before it among them."""
     if trajectory.prefixes:
         return depth_first(trajectory.branches, rows)
     members: dict[int, list[int]] = {}
@@ -96,15 +82,7 @@ def branches_of(trajectory: Trajectory, rows: Collection[int]) -> list[Branch]:
 
 
 def depth_first(branches: Sequence[Branch], rows: Collection[int]) -> list[Branch]:
-    """Puts some rows into depth-first order, each with the tokens it shares with the one before it among them.
-
-    Args:
-        branches: all rows in depth-first order.
-        rows: those wanted.
-
-    Returns:
-        The rows wanted; the first shares nothing.
-    """
+    """Picks some of all rows in depth-first order, each with the tokens it shares with the one before it among them."""
     wanted, found = set(rows), list[Branch]()
     least = 0
     for row, shared in branches:
@@ -116,30 +94,14 @@ def depth_first(branches: Sequence[Branch], rows: Collection[int]) -> list[Branc
 
 
 def fork(branches: Sequence[Branch]) -> tuple[int, list[Sequence[Branch]]]:
-    """Finds how many tokens two rows or more share, all of them, and which go on together from there.
-
-    Args:
-        branches: rows in depth-first order; what the first shares with a row before it is not looked at.
-
-    Returns:
-        Tokens shared by all, and the rows of each branch, in order.
-    """
+    """Finds how many tokens two rows or more share, all of them, and which go on together from there, in order."""
     depth = min(shared for _, shared in branches[1:])
     bounds = [0, *(place for place, (_, shared) in enumerate(branches) if place and shared == depth), len(branches)]
     return depth, [branches[one:other] for one, other in pairwise(bounds)]
 
 
 def grow(branches: Sequence[Branch], lengths: Mapping[int, int], start: int = 0) -> tuple[Node, ...]:
-    """Grows the trees of rows.
-
-    Args:
-        branches: rows in depth-first order.
-        lengths: tokens of each row; a row may share more than that with a longer one.
-        start: tokens that all rows share and that are left out.
-
-    Returns:
-        The roots, in order, with a leaf for each row.
-    """
+    """Grows the trees of rows of such lengths, without the first tokens, which all share; with a leaf for each row."""
     before = branches[0][0]
     held = []
     for row, shared in branches:
