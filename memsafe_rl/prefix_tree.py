@@ -43,6 +43,7 @@ class Node:
 
 def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
     """Gives each row's place in depth-first order, and the tokens (on the host) that it shares with the one before.
+
     Stretches of fewer than `LEAST_SHARED` tokens, or beyond `MOST_LEVELS` others, count as not shared.
     """
     tokens = [row.numpy() for row in rows]
