@@ -99,10 +99,10 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
     if is_encoder_decoder(shallow):
         for name in _DEPTHS:
             if getattr(shallow, name, None) is not None:
-                setattr(shallow, name, min(2, getattr(shallow, name)))
+                setattr(shallow, name, min(2, getattr(shallow, name) or 2))
         return shallow
     text = shallow.get_text_config(decoder=True)
-    if text.num_hidden_layers <= 2:
+    if text.num_hidden_layers in (1, 2):
         return shallow
     kinds = getattr(text, "layer_types", None)
     chosen = list(dict.fromkeys(kinds)) if kinds else []
