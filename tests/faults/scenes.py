@@ -202,18 +202,18 @@ SCENES = (
     ),
     Scene("bfloat16 with copies, PPO", FixedPolicy(*_plans(8, 64)), half=True, critic="model"),
     Scene("images, KL to a copy", FixedPolicy(*_plans(8, 64)), settings={"beta": 0.05}, reads_images="qwen2_vl"),
-    Scene(
-        "images into several layers, LoRA, leaner plans",
-        HalvingPolicy(*_plans(8, 128, checkpointing=True)),
-        lora=True,
-        reads_images="qwen3_vl",
-    ),
     Scene(  # the biases of its tower's keys have gradients of 0, of whose rounding Adam makes steps
         "images that see both ways, PPO, leaner plans",
         HalvingPolicy(*_plans(8, 128)),
         critic="trunk",
         settings={"optim": "sgd", "learning_rate": 0.1},
         reads_images="gemma3",
+    ),
+    Scene(
+        "images into several layers, LoRA, leaner plans",
+        HalvingPolicy(*_plans(8, 128, checkpointing=True)),
+        lora=True,
+        reads_images="qwen3_vl",
     ),
 )
 
