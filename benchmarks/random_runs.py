@@ -184,7 +184,6 @@ FURTHER_FAMILIES: Mapping[str, Callable[[Sizes], PretrainedConfig]] = {
 }
 """Those that only runs of rarer features are drawn from."""
 
-_ENCODER_DECODERS = ("t5", "bart", "marian")
 _EXPERTS = ("qwen3_moe", "mixtral")
 _LORA_TARGETS = {
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -410,7 +409,7 @@ def draw_rarer(seed: int, index: int) -> RandomRun:
     run, rng = draw_run(seed, index), random.Random(f"rarer/{seed}/{index}")
     family = rng.choice([run.family, *FURTHER_FAMILIES])
     lora = run.lora or (8 if rng.random() < 0.5 else None)
-    splits = lora and family not in (*_EXPERTS, "gpt2")
+    on_linear_layers = lora and family not in (*_EXPERTS, "gpt2")
     names = rng.sample(sorted(_RARER), rng.randint(1, 3))
     rarer = {name: rng.choice(_RARER[name]) for name in names}
     own_decoding = family in ("falcon", "bloom")  # by its own attention, padded
@@ -426,8 +425,8 @@ def draw_rarer(seed: int, index: int) -> RandomRun:
         run,
         family=family,
         lora=lora,
-        base=rng.choice([None, *_BASES]) if splits else None,
-        dora=bool(splits and rng.random() < 0.25),
+        base=rng.choice([None, *_BASES]) if on_linear_layers else None,
+        dora=bool(on_linear_layers and rng.random() < 0.25),
         bf16=run.bf16 or trains_in_halves,
         rarer=rarer,
     )

@@ -25,7 +25,7 @@ from memsafe_rl.data.prompts import (
     Repeat,
     hollow,
     images_in,
-    is_chat,
+    parts_in,
     prompt_of,
     with_image_parts,
     within_limit,
@@ -183,10 +183,9 @@ class ImagePromptReader(PromptReader):
 
     def in_parts(self, messages: Any) -> Any:
         """Gives messages as the family's chat templates take them, images as placeholders."""
-        for turn in messages if is_chat(messages) else ():
-            for part in turn["content"] if isinstance(turn.get("content"), list) else ():
-                own = {"text": "text", "image": "image"}.get(part.get("type"))
-                unusable.when(own is None or part.get(own) is None, "images/part", part=part)
+        for part in parts_in(messages):
+            kind = part.get("type")
+            unusable.when(kind not in ("text", "image") or part.get(kind) is None, "images/part", part=part)
         return hollow(messages, in_parts=self._family.in_parts)
 
     def _prompt(self, ids: Tensor, images: list[Any]) -> ImagePrompt:

@@ -484,12 +484,15 @@ def with_images(prompt: Any, images: Sequence[Any]) -> Any:
     return turns
 
 
+def parts_in(prompt: Any) -> Iterator[Mapping[str, Any]]:
+    """Walks the parts of the messages of a prompt; a message of plain text has none."""
+    for turn in prompt if is_chat(prompt) else ():
+        yield from turn["content"] if isinstance(turn.get("content"), list) else ()
+
+
 def images_in(prompt: Any) -> Iterator[Any]:
     """Walks the images inside the messages of a prompt."""
-    for turn in prompt if is_chat(prompt) else ():
-        for part in turn["content"] if isinstance(turn.get("content"), list) else ():
-            if part.get("image") is not None:
-                yield part["image"]
+    return (part["image"] for part in parts_in(prompt) if part.get("image") is not None)
 
 
 def hollow(prompt: Any, *, in_parts: bool = False) -> Any:

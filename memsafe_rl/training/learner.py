@@ -178,7 +178,7 @@ class Learner:
         setup, routers = self._setup, self._setup.adapter.routers
         if routers is None:
             return None
-        rows = [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
+        rows = self._useful(trajectory, rows)
         found: list[Tensor] = []
         with setup.memory.phase(Phase.SCORE):
             counted = partial(counting_experts, setup, found)
@@ -209,9 +209,12 @@ class Learner:
                 marks = repeat(Stage.STORE, loss_marks, trajectory, rows, logprobs, loss, key)
         return masks, marks
 
+    def _useful(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        return [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
+
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""
-        useful = [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
+        useful = self._useful(trajectory, rows)
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
