@@ -64,7 +64,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
     ("name", "settings", "most"),
     [
         ("LoRA, dropout, KL to the base", {}, 6),
-        ("AdamW that allocates as it steps", {}, 6),
+        ("AdamW that allocates as it steps, marked tokens", {}, 6),
         ("LoRA, two objectives", {}, 6),
         ("denoiser, KL to a copy", {}, 6),
         ("PPO, head on the trunk, KL to a copy", {}, 6),
