@@ -210,7 +210,10 @@ class Learner:
         return masks, marks
 
     def _useful(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        return [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
+        every_row = self._setup.every_row_learns
+        if not every_row:  # the trajectory keeps the answer
+            self._repeat(Stage.PREPARE, attrgetter("has_advantage"), trajectory)
+        return [row for row in rows if contributes(trajectory, row, every_row=every_row)]
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""

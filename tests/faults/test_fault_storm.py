@@ -71,6 +71,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
         ("denoiser, PPO", {}, 6),
         ("PPO, second adapter, recomputed, leaner plans", {}, 6),
         ("full, everything on the host, leaner plans", {}, 10),
+        ("full, DPPO with an advantage a token, leaner plans", {}, 6),
         ("full", EVERYTHING_ELSE, 6),
     ],
 )
