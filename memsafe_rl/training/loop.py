@@ -134,7 +134,11 @@ class TrainingLoop:
                 self.files.release()
                 self._running = False
                 self.setup.return_weights()
-        return self._end(started, first)
+        try:
+            return self._end(started, first)
+        except BaseException as error:
+            self.setup.parallel.fail(f"{type(error).__name__}: {error}")
+            raise
 
     @contextmanager
     def _left_in_order(self) -> Iterator[None]:
@@ -449,6 +453,7 @@ class TrainingLoop:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
         self.report.end(state, totals)
         self.report.fire("on_train_end", state)
+        setup.parallel.wait()  # for callbacks, which may fail on one rank
         if setup.parallel.is_main and not self.config.disable_tqdm:
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=self.config.rollout_rows)
             summary(figures, then=self.files.what_follows())
