@@ -359,10 +359,10 @@ def _try_until_settled(
             Learner(setup).make_state()
             if grows:
                 committer.optimizer.state.clear()  # the first step comes before it
-            for trial in trials:
-                _try(setup, committer, trial)
+            for trial in trials:  # what ranks gather is outside of every guard
+                setup.recovery.once(Stage.PREPARE, _try, setup, committer, trial)
             if evaluation is not None:
-                Probe(setup, longest).draw(evaluation)
+                setup.recovery.once(Stage.PREPARE, Probe(setup, longest).draw, evaluation)
             drawn, learned = tracker.rollout_plan, tracker.update_plan
             trials = worst_trials(setup, among, grows=grows)
             rollout = trials[-1].plans[0]
