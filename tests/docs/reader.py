@@ -86,7 +86,8 @@ def files_of_a_reader(folder: Path) -> None:
     """Writes the files that the pages name."""
     asked = {"prompt": [{"role": "user", "content": "w1 w2"}], "image": "street.png", "answer": "3"}
     (folder / "questions.jsonl").write_text(json.dumps(asked) + "\n")
-    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1 + 2 =", "answer": "3"}) + "\n")
+    sums = [json.dumps({"prompt": f"{a} + {b} =", "answer": str(a + b)}) for a in range(8) for b in range(8)]
+    (folder / "prompts.jsonl").write_text("\n".join(sums))
     (folder / "my_rewards.py").write_text(REWARDS)
     (folder / "server.py").write_text(SERVER)
     images.picture(128, 128).save(folder / "street.png")

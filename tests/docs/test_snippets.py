@@ -96,6 +96,14 @@ def test_the_python_of_a_page_runs(page: Path, reader: Path, monkeypatch: pytest
             made.close()
 
 
+def test_the_python_of_a_page_knows_every_name_and_imports_none_in_vain(tmp_path: Path) -> None:
+    for page in PAGES:
+        (tmp_path / f"{page.stem}.py").write_text("\n".join(blocks(page, "python")))
+    wanted = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F401,F821", str(tmp_path)]
+    found = subprocess.run(wanted, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
+
+
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_the_run_files_of_a_page_are_read(page: Path, reader: Path) -> None:
     for block in blocks(page, "yaml"):
