@@ -130,6 +130,14 @@ class Replicas:
             for gradient in gradients:
                 distributed.all_reduce(gradient)
 
+    def spread(self, weights: Iterable[Tensor]) -> None:
+        """Gives every rank the main rank's weights, in place."""
+        with self._collective(), torch.no_grad():
+            for weight in weights:
+                whole = weight.detach().contiguous()
+                distributed.broadcast(whole, src=0)
+                weight.copy_(whole)
+
     def words(self, word: int) -> tuple[int, ...]:
         """Exchanges one number a rank; gives all, in rank order."""
         with self._collective(word) as words:

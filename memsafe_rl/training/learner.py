@@ -64,8 +64,9 @@ def counting_experts(setup: TrainingSetup, found: list[Tensor]) -> Iterator[None
     found.extend(counts)
 
 
-def _added(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
-    return torch.stack([nothing, *(part.to(nothing.device) for part in parts)]).sum(0)
+def _added(parts: Sequence[Tensor], size: int, device: torch.device) -> Tensor:
+    nothing = torch.zeros(size, dtype=torch.float64, device=device)
+    return torch.stack([nothing, *(part.to(device) for part in parts)]).sum(0)
 
 
 @dataclass(frozen=True)
@@ -183,9 +184,9 @@ class Learner:
         with setup.memory.phase(Phase.SCORE):
             counted = partial(counting_experts, setup, found)
             Scorer(setup).passed(setup.adapter, trajectory, rows, context=counted)
-            nothing = torch.zeros(routers.experts + 1, dtype=torch.float64, device=setup.adapter.device)
-            mine = self._repeat(Stage.STORE, _added, found, nothing)
-            counts_E1 = self._repeat(Stage.STORE, _added, setup.parallel.gather([mine]), nothing)
+            added = partial(_added, size=routers.experts + 1, device=setup.adapter.device)
+            mine = self._repeat(Stage.STORE, added, found)
+            counts_E1 = self._repeat(Stage.STORE, added, setup.parallel.gather([mine]))
             return BalanceTerms(routers.losses, counts_E1)
 
     def _marks(self, trajectory: Trajectory, rows: Sequence[int], step: int) -> tuple[Marks | None, Marks | None]:
@@ -210,7 +211,10 @@ class Learner:
         return masks, marks
 
     def _useful(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        return [row for row in rows if contributes(trajectory, row, every_row=self._setup.every_row_learns)]
+        every_row = self._setup.every_row_learns
+        if not every_row:  # the trajectory keeps the answer
+            self._repeat(Stage.PREPARE, attrgetter("has_advantage"), trajectory)
+        return [row for row in rows if contributes(trajectory, row, every_row=every_row)]
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Gives this rank's rows that can move a weight."""

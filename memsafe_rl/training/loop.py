@@ -114,8 +114,7 @@ class TrainingLoop:
                 self.begin(self.config.resume_from_checkpoint if resume is None else resume)
                 first, self._begun = len(self.state.history), True
                 self._end_step()  # of the step after which an earlier start was saved or cut short
-                while not self.report.control.should_training_stop:
-                    self._stop_if_asked()
+                while self._goes_on():
                     degradation = None
                     try:
                         self.step()
@@ -135,7 +134,11 @@ class TrainingLoop:
                 self.files.release()
                 self._running = False
                 self.setup.return_weights()
-        return self._end(started, first)
+        try:
+            return self._end(started, first)
+        except BaseException as error:
+            self.setup.parallel.fail(f"{type(error).__name__}: {error}")
+            raise
 
     @contextmanager
     def _left_in_order(self) -> Iterator[None]:
@@ -146,15 +149,16 @@ class TrainingLoop:
             self._leave(error)
             raise
 
-    def _stop_if_asked(self) -> None:
-        """Ends the run between two steps, on all ranks where one was asked to."""
-        unsaved = self.files.has_unsaved(self.state.step)
-        asked = self.setup.parallel.gather([(self.stop.reason or self.files.stop_asked(), unsaved)])
-        reason = next((reason for reason, _ in asked if reason), "")
-        if reason:
-            if asked[0][1] and self.setup.shards.divided:
-                self.save_checkpoint()  # while all ranks are there to take part
-            raise TrainingInterrupted(reason)
+    def _goes_on(self) -> bool:
+        """Whether another step follows; ends the run between two steps, on all ranks where one was asked to."""
+        reason = self.stop.reason or self.files.stop_asked()
+        done, interrupted = self._any_rank(self.report.control.should_training_stop, bool(reason))
+        if done or not interrupted:
+            return not done
+        asked = self.setup.parallel.gather([(reason, self.files.has_unsaved(self.state.step))])
+        if asked[0][1] and self.setup.shards.divided:
+            self.save_checkpoint()  # while all ranks are there to take part
+        raise TrainingInterrupted(next(reason for reason, _ in asked if reason))
 
     def step(self) -> None:
         """One optimizer step, from the prompts to the log: collects a rollout where one is due, moves the weights."""
@@ -232,8 +236,20 @@ class TrainingLoop:
                 report.fire("on_epoch_begin", state)
         state.ending = None
 
+    def _any_rank(self, *wishes: bool) -> list[bool]:
+        """Whether any rank has each of some wishes."""
+        words = self.setup.parallel.words(sum(wish << place for place, wish in enumerate(wishes)))
+        return [any(word >> place & 1 for word in words) for place in range(len(wishes))]
+
+    def _agree(self) -> None:
+        """Has all ranks do what callbacks asked of one."""
+        control = self.report.control
+        asked = self._any_rank(control.should_training_stop, control.should_evaluate, control.should_save)
+        control.should_training_stop, control.should_evaluate, control.should_save = asked
+
     def _obey(self) -> None:
         """Does what the control flags ask for."""
+        self._agree()
         report = self.report
         if report.control.should_log:
             report.flush(self.state)
@@ -242,9 +258,11 @@ class TrainingLoop:
                 if self.eval_dataset is not None:
                     track_best(self.config, report, self.state, self._evaluate())
                 report.control.should_evaluate = False
+            self._agree()
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
+            self._agree()
 
     def _evaluate(self) -> Mapping[str, float]:
         return self.evaluate() if self.hooks.evaluate is None else self.hooks.evaluate()
@@ -435,6 +453,7 @@ class TrainingLoop:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
         self.report.end(state, totals)
         self.report.fire("on_train_end", state)
+        setup.parallel.wait()  # for callbacks, which may fail on one rank
         if setup.parallel.is_main and not self.config.disable_tqdm:
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=self.config.rollout_rows)
             summary(figures, then=self.files.what_follows())

@@ -114,7 +114,11 @@ def _plans(rows: int, tokens: int, **update: Any) -> tuple[RolloutPlan, UpdatePl
 
 SCENES = (
     Scene("full", FixedPolicy(*_plans(8, 64))),
-    Scene("full, leaner plans", HalvingPolicy(*_plans(8, 128))),
+    Scene(
+        "full, DPPO with an advantage a token, leaner plans",
+        HalvingPolicy(*_plans(8, 128)),
+        settings={"loss_type": "dppo", "advantage_estimator": "otb"},
+    ),
     Scene("full, KL to a copy, leaner plans", HalvingPolicy(*_plans(4, 96)), settings={"beta": 0.05}),
     Scene(
         "full, recomputed, dropout",
@@ -138,11 +142,15 @@ SCENES = (
         settings={"steps_per_generation": 2, "per_device_train_batch_size": 4},
     ),
     Scene("full, AdaptivePolicy", AdaptivePolicy()),
-    Scene("AdamW that allocates as it steps", FixedPolicy(*_plans(8, 64)), settings={"optim": "adamw_torch"}),
     Scene(
-        "SGD without clipping, leaner plans",
+        "AdamW that allocates as it steps, marked tokens",
+        FixedPolicy(*_plans(8, 64)),
+        settings={"optim": "adamw_torch", "loss_type": "kl_cov", "cov_fraction": 0.1},
+    ),
+    Scene(
+        "SGD without clipping, GMPO, leaner plans",
         HalvingPolicy(*_plans(8, 128)),
-        settings={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1},
+        settings={"optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 0.1, "loss_type": "gmpo"},
     ),
     Scene("PPO, head on the trunk, KL to a copy", FixedPolicy(*_plans(8, 64)), critic="trunk"),
     Scene(

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.training.optim.optimizer import Committer
-from tests.faults.scenes import SCENES, Scene
+from tests.faults.audit import audited
+from tests.faults.scenes import SCENES, Reward, Scene
+from tests.faults.scenes import make_trainer as scene_trainer
 from tests.faults.storms import GRADIENT_TOLERANCE, storm_over, sweep
 from tests.faults.upsets import UPSETS, upset
 from tests.trainers.helpers import make_trainer, weights
@@ -64,7 +67,7 @@ def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
     ("name", "settings", "most"),
     [
         ("LoRA, dropout, KL to the base", {}, 6),
-        ("AdamW that allocates as it steps", {}, 6),
+        ("AdamW that allocates as it steps, marked tokens", {}, 6),
         ("LoRA, two objectives", {}, 6),
         ("denoiser, KL to a copy", {}, 6),
         ("PPO, head on the trunk, KL to a copy", {}, 6),
@@ -79,6 +82,16 @@ def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any]
     found = sweep(NAMED[name], most, output_dir=tmp_path, **settings)
     assert found.violations == []
     assert found.runs > 3 * most
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+def test_every_operator_of_a_run_is_under_a_guard(scene: Scene, tmp_path: Path) -> None:
+    trainer = scene_trainer(scene, tmp_path, Reward(), TrainerCallback(), {"max_steps": 2, "max_completion_length": 3})
+    with audited() as audit:
+        trainer.train()
+    assert audit.unguarded == []
+    assert audit.guarded > 100
 
 
 @pytest.mark.slow_after(1)

@@ -26,6 +26,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.faults.audit import audited
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
 from tests.trainers.helpers import count_digits, cut, make_trainer, weights
 
@@ -121,7 +122,9 @@ def test_it_is_what_transformers_computes_of_the_whole_step(family: str, reward:
 @pytest.mark.parametrize("settings", [{}, {"peft_config": LORA, "beta": 0.1}], ids=["full", "LoRA"])
 def test_a_mixture_trains_by_default_and_survives_refused_allocations(settings: Any, tmp_path: Path) -> None:
     plain = make_trainer(tmp_path / "plain", model=mixture("qwen3_moe"), num_iterations=2, **settings)
-    plain.train()
+    with audited() as audit:
+        plain.train()
+    assert audit.unguarded == []
     assert {"aux_loss"} <= set(plain.history[0])
     for fail_at in (400, 2000, 4000, 6000):
         with SimulatedMemory(fail_at=fail_at) as memory:

@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, UpdatePlan
 from memsafe_rl.types import Phase
+from tests.faults.audit import audited
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import make_trainer, weights
@@ -89,7 +90,9 @@ def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: 
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str) -> None:
     saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     whole = distilled(tmp_path / "whole", teacher, **saving)
-    whole.train()
+    with audited() as audit:
+        whole.train()
+    assert audit.unguarded == []
     again = distilled(tmp_path / "whole", teacher, **saving)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert torch.equal(weights(whole), weights(again))

@@ -14,6 +14,7 @@ from memsafe_rl.ops.advantages import normalised_in_group
 from memsafe_rl.rollout.multi_turn.episode import seen_since
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.training.algorithms import advantages
+from tests.faults.audit import audited
 from tests.images import picture
 from tests.rollout.multi_turn.helpers import FORGETFUL, chat_tokenizer
 from tests.tiny import tiny_model
@@ -117,7 +118,9 @@ def test_no_cut_changes_what_is_learnt(tmp_path: Path, dtype: torch.dtype, bound
 def test_a_resume_and_a_failed_attempt_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path, resume: Any = None) -> torch.Tensor:
         trainer = credited(folder, num_iterations=2, max_steps=4, save_strategy="steps", save_steps=3)
-        trainer.train(resume_from_checkpoint=resume)
+        with audited() as audit:
+            trainer.train(resume_from_checkpoint=resume)
+        assert audit.unguarded == []
         return weights(trainer)
 
     calm = run(tmp_path / "calm")

@@ -77,7 +77,7 @@ class Server:
         given = answer.get("prompt_logprobs") or []
         try:
             return [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], given[1:], strict=True)]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerError(f"{self.url} gave no log-probs of a prompt ({type(error).__name__}: {error})") from None
 
     def draw(self, name: str, ids: Sequence[int], settings: SamplingSettings, seed: int, version: str) -> Completion:
@@ -117,7 +117,7 @@ class Server:
                 raise ValueError("its log-probs are of other tokens")
             if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in logprobs):
                 raise ValueError("a log-prob is above 0 or not finite")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ServerError(f"{self.url} gave an answer that is refused: {error}") from None
         return completion_of(tokens, logprobs, settings, finished=tokens[-1] in settings.eos_token_ids)
 
@@ -125,7 +125,7 @@ class Server:
         answer = self._call(method, route, body)
         try:
             content = answer.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(f"{self.url}{route} did not answer in JSON: {error}") from None
         if not isinstance(content, dict):
             raise ServerError(f"{self.url}{route} answered {str(content)[:_TOLD]!r}")

@@ -47,6 +47,7 @@ from memsafe_rl.training.algorithms.advantages import (
     turn_advantages,
 )
 from memsafe_rl.training.algorithms.objectives import Combiner
+from memsafe_rl.training.assembly.agreement import begin_alike
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
     check_together,
@@ -220,8 +221,10 @@ def build_setup(
         environments=inputs.environments,
         draw_rollout=draw_rollout,
     )
-    if config.sharded and isinstance(machine.parallel, Replicas):
-        setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
+    if isinstance(machine.parallel, Replicas):
+        begin_alike(setup, machine.parallel)
+        if config.sharded:
+            setup = replace(setup, shards=_divided(setup, machine.parallel, machine.device))
     machine.holdings.networks = setup.networks
     machine.holdings.resident_blocks = partial(attrgetter("host_weights.resident"), adapter)
     return setup

@@ -242,6 +242,8 @@ SPOILT: dict[str, Spoil] = {
     "aborted": edited(finish_reason="abort"),
     "no log-probs": edited(logprobs=None),
     "log-probs that are no numbers": edited(logprobs={"content": [{"logprob": float("nan")}] * 8}),
+    "log-probs that no float holds": edited(logprobs={"content": [{"logprob": 10**400}] * 8}),
+    "tokens that no integer holds": edited(token_ids=[float("inf")] * 8),
     "nothing": lambda _: {},
 }
 

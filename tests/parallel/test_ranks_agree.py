@@ -1,0 +1,130 @@
+"""Ranks begin with the same settings, prompts and weights, and do together what is asked of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+from memsafe_rl.errors import MemsafeError
+from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
+from tests.tiny import tiny_model
+from tests.trainers.helpers import PROMPTS, make_trainer, weights
+
+DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
+    "a setting": (lambda rank: {"learning_rate": 0.1 * (1 + rank)}, "learning_rate is 0.1 on rank 0 and 0.2 on rank 1"),
+    "steps": (lambda rank: {"max_steps": 1 + rank}, "max_steps is 1 on rank 0 and 2 on rank 1"),
+    "sharding": (lambda rank: {"fsdp": ["", "full_shard"][rank]}, 'on rank 0 and "full_shard" on rank 1'),
+    "fewer prompts": (lambda rank: {"train_dataset": prompts(PROMPTS[rank:])}, "train_dataset is not the same on rank"),
+    "another order": (lambda rank: {"train_dataset": prompts(PROMPTS[:: 1 - 2 * rank])}, "or another order of them"),
+    "a base": (
+        lambda rank: {"model": moved(rank), "peft_config": LoraConfig(target_modules="all-linear")},
+        "The frozen weights (PeftModel",
+    ),
+    "what is trained": (
+        lambda rank: {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"][: 1 + rank])},
+        "The trained weights of rank 1 are not those of rank 0",
+    ),
+}
+FLAGS = ("should_training_stop", "should_save", "should_evaluate")
+
+
+def prompts(texts: list[str]) -> Dataset:
+    return Dataset.from_dict({"prompt": texts})
+
+
+def moved(rank: int) -> Any:
+    model = tiny_model()
+    with torch.no_grad():
+        next(model.parameters()).add_(rank)
+    return model
+
+
+class Asking(TrainerCallback):  # type: ignore[misc]
+    """Asks for something on one rank alone, behind its first step, and counts evaluations."""
+
+    def __init__(self, flag: str) -> None:
+        self.flag, self.evaluations = flag, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 1 and state.global_step == 1 and self.flag:
+            setattr(control, self.flag, True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.evaluations += 1
+        control.should_training_stop = control.should_training_stop or args.process_index == 0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 1 and not self.flag:
+            raise ZeroDivisionError("the last word")
+
+
+def trainer_of(folder: Path, **settings: Any) -> Any:
+    usual = {"per_device_train_batch_size": 4, "max_steps": 3, "memory_forecast": False}
+    return make_trainer(folder, eval_dataset=prompts(PROMPTS[:1]), **{**usual, **settings})
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    set_up_rank(rank, port)
+    found: dict[Any, Any] = {}
+    for name, (settings, _) in DIFFERENT.items():
+        with pytest.raises(MemsafeError) as caught:
+            trainer_of(Path(folder) / name, **settings(rank))
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    own = {"output_dir": Path(folder) / f"own {rank}", "memory_budget": f"{1 + rank}GiB", "run_name": f"run {rank}"}
+    alone = trainer_of(own.pop("output_dir"), model=moved(rank), logging_steps=1 + rank, **own)
+    alone.train()
+    found["trained"] = weights(alone)
+    for sharded in ({}, {"fsdp": "full_shard"}):
+        for flag in FLAGS:
+            asking = Asking(flag)
+            trainer = trainer_of(Path(folder) / f"{flag}{len(sharded)}", callbacks=[asking], **sharded)
+            trainer.train()
+            saved = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
+            found[flag, len(sharded)] = (trainer.state.global_step, saved, asking.evaluations)
+    with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
+        trainer_of(Path(folder) / "end", callbacks=[Asking("")], max_steps=1).train()
+    found["end"] = str(failed.value)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    return run_ranks(work, tmp_path_factory.mktemp("ranks"), PATIENCE_SECONDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_are_told_in_what(name: str, ranks: list[dict[Any, Any]]) -> None:
+    assert all(rank[name].startswith("ConfigError: ") and DIFFERENT[name][1] in rank[name] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_trained_weights_begin_as_those_of_the_main_rank(ranks: list[dict[Any, Any]], tmp_path: Path) -> None:
+    assert torch.equal(ranks[0]["trained"], ranks[1]["trained"])
+    start = weights(make_trainer(tmp_path, max_steps=1))
+    assert (ranks[0]["trained"] - start).abs().max() < 0.1  # rank 1 had one that was 1 off
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [0, 1], ids=["replicas", "sharded"])
+@pytest.mark.parametrize(
+    ("flag", "wanted"),
+    [("should_training_stop", (1, [], 0)), ("should_save", (3, ["checkpoint-1"], 0)), ("should_evaluate", (1, [], 1))],
+)
+def test_what_a_callback_asks_for_on_one_rank_all_do(
+    flag: str, wanted: Any, sharded: int, ranks: list[dict[Any, Any]]
+) -> None:
+    assert [rank[flag, sharded] for rank in ranks] == [wanted, wanted]
+
+
+@pytest.mark.slow
+def test_an_error_of_the_last_callback_ends_all_ranks_with_its_name(ranks: list[dict[Any, Any]]) -> None:
+    assert ranks[1]["end"] == "the last word"
+    assert "Rank 1 ended the run: ZeroDivisionError: the last word" in ranks[0]["end"]
