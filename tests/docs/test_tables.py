@@ -111,13 +111,47 @@ def sharded() -> list[Row]:
     return found
 
 
+def sharded_storm() -> list[Row]:
+    names = {"all weights": "sharded", "LoRA": "sharded lora", "T5 in float64": "sharded t5"}
+    names |= {"all weights, gradients added up once a step": "sharded, once a step"}
+    names |= {"all weights, a checkpoint after every step": "sharded, saving"}
+    columns = ("leaner_plans", "largest_gradient_difference", "largest_weight_difference")
+    columns = (*columns, "longest_seconds_without_progress")
+    found = []
+    for name, case in names.items():
+        one = results("sharded_storm")["cases"][case]
+        counts = [one["runs"], one["faults"], one["by_phase"].get("update", 0)]
+        found.append((name, [*counts, *(one[column] for column in columns)]))
+    return found
+
+
+def async_rollouts() -> list[Row]:
+    cells = [(side, column) for column in ("mean_reward", "last_rewards") for side in ("when_due", "one_ahead")]
+    pairs = results("async_rollouts")["pairs"]
+    return [(str(pair["seed"]), [pair[side][column] for side, column in cells]) for pair in pairs]
+
+
+def servers_troubles() -> list[Row]:
+    names = {"answers dropped": "dropped answers", "answers later than the timeout": "late answers"}
+    names |= {"weight files cut in half": "torn file", "a tensor left out of the file": "dropped tensor"}
+    names |= {"label changed, weights kept back": "weights kept back"}
+    troubles = results("vllm_server")["troubles"]
+    found = [(name, [troubles[key]["harmed"], troubles[key]["drawn_here"]]) for name, key in names.items()]
+    killed = troubles["killed"]
+    found.append(("requests sent twice", [troubles["doubled requests"]["drawn_here"]]))
+    rollouts = killed["rollouts_with_own"]
+    found.append(("server killed in a rollout, started again", [1, killed["drawn_here"], rollouts]))
+    return found
+
+
 def host_weights() -> list[Row]:
     return [
         (
-            f"cpu, {network} {case.removesuffix(' resident')}",
+            f"{device}, {network} {case.removesuffix(' resident')}",
             [one["peak_bytes"] / MB, 100 * one["peak_error"], one["tokens_per_second"], one["failures"]],
         )
-        for network, cases in results("host_weights")["cpu"]["results"].items()
+        for device, measured in results("host_weights").items()
+        for network, cases in measured["results"].items()
         for case, one in cases.items()
     ]
 
@@ -182,6 +216,9 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "step": (FIGURES, "## A whole step beside TRL", slice(1), step),
     "rollout": (FIGURES, "## Rollouts beside `generate`", slice(1), rollout),
     "sharded_forecast": (FIGURES, "## A sharded rank beside its forecast", slice(1), sharded),
+    "sharded_storm": (FIGURES, "## Sharded ranks under faults", slice(1), sharded_storm),
+    "async_rollouts": (FIGURES, "## Rollouts one ahead", slice(1), async_rollouts),
+    "vllm_server": ("docs/rollout-engines.md", "With `--troubles`", slice(1), servers_troubles),
     "host_weights": (FIGURES, "## Frozen weights on the host", slice(2), host_weights),
     "capacity_sweep": (FIGURES, "## Ever smaller devices", slice(1), capacity),
     "learning": (FIGURES, "Each sampling for itself", slice(2), learning),
