@@ -1,16 +1,20 @@
 """Peaks of diffusion policies at the size of motions: `python -m benchmarks.denoising_memory`.
 
 States of 263 × 1 × 196, groups of 4 for 2 prompts, KL to a copy. Bytes over weights, the stored trajectory apart.
+Writes ``benchmarks/results/denoising_memory.json``.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
+from benchmarks.machine import describe_machine
 from examples.motion_grpo import make_policy
 from examples.motions import make_motions
 from memsafe_rl import DDIMScheduler, RolloutPlan, SimulatedMemory, TrainedSteps, UpdatePlan
@@ -23,6 +27,8 @@ from memsafe_rl.types import Completion, Denominators, LossSettings, Ragged, Sam
 PROMPTS = ("walk for 196 frames", "run for 120 frames")
 GROUP = 4
 MB = 10**6
+RESULTS = Path(__file__).parent / "results" / "denoising_memory.json"
+MEASURED = ("trajectory", "rollout, 8 rows", "rollout, 1 row", "update, 1 pair", "recomputed", "a column of 8 rows")
 
 
 def make_adapter(steps: int) -> DiffusionAdapter:
@@ -118,11 +124,10 @@ def learn(adapter: DiffusionAdapter, trajectory: Trajectory, pairs: int, *, reco
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints a table, and writes it."""
     torch.set_num_threads(1)
-    print(
-        "| steps | trajectory | rollout, 8 rows | rollout, 1 row | update, 1 pair | recomputed | a column of 8 rows |"
-    )
+    results: dict[int, dict[str, int]] = {}
+    print("| " + " | ".join(["steps", *MEASURED]) + " |")
     print("|---|---|---|---|---|---|---|")
     for steps in (5, 50, 500):
         adapter = make_adapter(steps)
@@ -134,11 +139,14 @@ def main() -> None:
         for pairs, recomputed in ((1, False), (1, True), (8, False)):
             work = (adapter, trajectory, pairs)
             found.append(peak_of(lambda work=work, recomputed=recomputed: learn(*work, recomputed=recomputed)))  # type: ignore[misc]
-        stored = sum(trajectory.nbytes().values())
-        print("| " + " | ".join([str(steps), *(f"{size / MB:.2f} MB" for size in (stored, *found))]) + " |", flush=True)
+        found = [sum(trajectory.nbytes().values()), *found]
+        results[steps] = dict(zip(MEASURED, found, strict=True))
+        print("| " + " | ".join([str(steps), *(f"{size / MB:.2f} MB" for size in found)]) + " |", flush=True)
         if steps == 50:
             whole = peak_of(lambda: learn(adapter, trajectory, 8 * 49, recomputed=False))  # noqa: B023
+            results[steps]["all columns of 8 rows"] = whole
             print(f"all 49 columns of 8 rows at once: {whole / MB:.0f} MB", flush=True)
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), "peak_bytes": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,24 +2,28 @@
 
 The layout that PPO is known for holds four models: policy, reference, critic and reward model. Here a reward function
 takes the reward model's place, and the others are laid out in five ways on a simulated device, for the same rows under
-the same plan.
+the same plan. Writes ``benchmarks/results/ppo_layouts.json``.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig
 
+from benchmarks.machine import describe_machine
 from benchmarks.small import byte_tokenizer, small_qwen3
 from memsafe_rl import FixedPolicy, PPOConfig, PPOTrainer, RolloutPlan, SimulatedMemory, UpdatePlan
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.units import format_bytes
 
+RESULTS = Path(__file__).parent / "results" / "ppo_layouts.json"
 VOCAB_SIZE = 258
 
 
@@ -108,12 +112,14 @@ def measure(layout: Layout, *, hidden: int = 256, layers: int = 4) -> Found:
 
 
 def main() -> None:
-    """Prints a table."""
+    """Prints a table, and writes it."""
     found = {layout.name: measure(layout) for layout in LAYOUTS}
     most = found[LAYOUTS[0].name].peak_bytes
     print(f"one model: {format_bytes(found[LAYOUTS[0].name].weights_bytes)}")
     for name, one in found.items():
         print(f"{name:70s} {format_bytes(one.peak_bytes):>12s} {one.peak_bytes / most:6.0%}")
+    results = {name: asdict(one) for name, one in found.items()}
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

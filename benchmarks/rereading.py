@@ -1,7 +1,8 @@
 """What caches that are kept between turns save: `python -m benchmarks.rereading`.
 
 Episodes of a fixed number of turns with answers of a fixed length, drawn by a random Qwen3, with caches dropped after
-each turn and with caches kept: tokens read, processor time, and the most bytes of keys and values at any moment.
+each turn and with caches kept: tokens read, processor time, and the most bytes of keys and values at any moment. Writes
+``benchmarks/results/rereading.json``, where runs of other sizes stay.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _ANY_BYTES = 2**40
+RESULTS = Path(__file__).parent / "results" / "rereading.json"
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
@@ -137,7 +140,7 @@ def measure(
 
 
 def main() -> None:
-    """Prints one line for each number of turns."""
+    """Prints one line for each number of turns, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
         ("episodes", 16),
@@ -151,10 +154,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 2, 4, 8])
     given = vars(parser.parse_args())
     torch.set_num_threads(1)
-    print(json.dumps(describe_machine()))
-    for turns in given.pop("turns"):
+    turns_tried, results = given.pop("turns"), []
+    for turns in turns_tried:
         for keeps in (False, True):
-            print(json.dumps(measure(turns, keeps=keeps, **given)))
+            results.append(measure(turns, keeps=keeps, **given))
+            print(json.dumps(results[-1]))
+    written = json.loads(RESULTS.read_text())["runs"] if RESULTS.exists() else {}
+    written[", ".join(f"{name} {size}" for name, size in given.items())] = results
+    RESULTS.write_text(json.dumps({"machine": describe_machine(), "runs": written}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -480,7 +480,7 @@ def test_the_plans_there_are_are_all_combinations() -> None:
 
 def test_the_composed_policy_of_the_docs_bounds_another_ones_answer() -> None:
     text = (Path(__file__).parents[3] / "docs" / "memory-policies.md").read_text()
-    ladder, composed = re.findall(r"^```py\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    ladder, _, composed = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     scope: dict[str, Any] = {"__name__": "docs"}
     exec(ladder, scope)
     exec(composed, scope)
