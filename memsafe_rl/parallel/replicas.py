@@ -138,6 +138,11 @@ class Replicas:
                 distributed.broadcast(whole, src=0)
                 weight.copy_(whole)
 
+    def any_rank(self, *wishes: bool) -> tuple[bool, ...]:
+        """Whether any rank has each of some wishes."""
+        words = self.words(sum(wish << place for place, wish in enumerate(wishes)))
+        return tuple(any(word >> place & 1 for word in words) for place in range(len(wishes)))
+
     def words(self, word: int) -> tuple[int, ...]:
         """Exchanges one number a rank; gives all, in rank order."""
         with self._collective(word) as words:

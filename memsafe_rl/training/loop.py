@@ -28,7 +28,6 @@ from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog
-from memsafe_rl.training.metrics.step_metrics import WeightSample
 from memsafe_rl.training.run_files import RunFiles
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import Ending, RunState, TrainingSetup
@@ -152,7 +151,7 @@ class TrainingLoop:
     def _goes_on(self) -> bool:
         """Whether another step follows; ends the run between two steps, on all ranks where one was asked to."""
         reason = self.stop.reason or self.files.stop_asked()
-        done, interrupted = self._any_rank(self.report.control.should_training_stop, bool(reason))
+        done, interrupted = self.setup.parallel.any_rank(self.report.control.should_training_stop, bool(reason))
         if done or not interrupted:
             return not done
         asked = self.setup.parallel.gather([(reason, self.files.has_unsaved(self.state.step))])
@@ -176,8 +175,10 @@ class TrainingLoop:
             state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()
             self.report.record_step(state, metrics)
             state.random = None
-        if result.sample is not None:
-            metrics |= self._lost_updates(result.sample)
+        share = None if result.sample is None else self.setup.recovery.repeat(Stage.MEASURE, result.sample.lost_share)
+        if share is not None:  # of half-precision weights, those that the step did not move
+            self.report.record_lost_updates(state, share, self._learning_rate)
+            metrics["lost_updates"] = share
         del result  # what the step needed is freed before evaluation and saving
         self.finish_step(metrics)
 
@@ -236,21 +237,10 @@ class TrainingLoop:
                 report.fire("on_epoch_begin", state)
         state.ending = None
 
-    def _any_rank(self, *wishes: bool) -> list[bool]:
-        """Whether any rank has each of some wishes."""
-        words = self.setup.parallel.words(sum(wish << place for place, wish in enumerate(wishes)))
-        return [any(word >> place & 1 for word in words) for place in range(len(wishes))]
-
-    def _agree(self) -> None:
-        """Has all ranks do what callbacks asked of one."""
-        control = self.report.control
-        asked = self._any_rank(control.should_training_stop, control.should_evaluate, control.should_save)
-        control.should_training_stop, control.should_evaluate, control.should_save = asked
-
     def _obey(self) -> None:
         """Does what the control flags ask for."""
-        self._agree()
         report = self.report
+        report.agree()
         if report.control.should_log:
             report.flush(self.state)
         if report.control.should_evaluate:
@@ -258,11 +248,11 @@ class TrainingLoop:
                 if self.eval_dataset is not None:
                     track_best(self.config, report, self.state, self._evaluate())
                 report.control.should_evaluate = False
-            self._agree()
+            report.agree()
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
-            self._agree()
+            report.agree()
 
     def _evaluate(self) -> Mapping[str, float]:
         return self.evaluate() if self.hooks.evaluate is None else self.hooks.evaluate()
@@ -340,14 +330,6 @@ class TrainingLoop:
                 logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
             logger.warning("%s: %s", error, self.files.how_to_resume())
-
-    def _lost_updates(self, sample: WeightSample) -> dict[str, float]:
-        """Notes which share of half-precision weights the step just done did not move."""
-        share = self.setup.recovery.repeat(Stage.MEASURE, sample.lost_share)
-        if share is None:
-            return {}
-        self.report.record_lost_updates(self.state, share, self._learning_rate)
-        return {"lost_updates": share}
 
     # ------------------------------------------------------------------ beginning, end, checkpoints
 

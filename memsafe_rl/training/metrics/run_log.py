@@ -105,6 +105,12 @@ class RunLog:
         """Calls an event of transformers' callbacks; they may change `control`."""
         self.control = getattr(self.callbacks, event)(self._config, state.progress, self.control, *arguments)
 
+    def agree(self) -> None:
+        """Has all ranks do what callbacks asked of one."""
+        wishes = (*_WISHES, "should_training_stop")
+        asked = self._parallel.any_rank(*(getattr(self.control, name) for name in wishes))
+        vars(self.control).update(zip(wishes, asked, strict=True))
+
     def saved(self, progress: TrainerState) -> None:
         """Tells callbacks of a checkpoint, which may have been written while later steps went on."""
         self.control = self.callbacks.on_save(self._config, progress, self.control)
