@@ -251,6 +251,7 @@ def plan(
     reward_model: Annotated[list[str] | None, option("reward model")] = None,
     ranks: Annotated[int, option("ranks", min=1)] = 1,
     sharding: Annotated[str, option("sharding")] = "none",
+    servers: Annotated[bool, option("servers", "--servers")] = False,
     find: Annotated[bool, option("find", "--find")] = False,
     as_json: Json = False,
 ) -> None:
@@ -263,10 +264,11 @@ def plan(
     lora:16
     """
     with plain_errors():
-        request, card = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit), read_card(gpu)
+        asked = of_a_plan(read_request(words or []), load_in_4bit=load_in_4bit, servers=servers)
+        card = read_card(gpu)
         module = command("plan")
         given = {"prompt_tokens": prompt_tokens, "reward_models": reward_model or (), "ranks": ranks}
-        wish = module.wish(request, card=card, sharding=sharding, **given)
+        wish = module.wish(asked, card=card, sharding=sharding, **given)
         forecast, findings = module.plan(wish, None if as_json else Console(stderr=True), find=find)
         if as_json:
             typer.echo(module.as_json(forecast, findings))

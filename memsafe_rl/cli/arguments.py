@@ -139,14 +139,15 @@ def _check_files(request: RunRequest) -> None:
         raise refusal("resume_from_checkpoint", resume=resume)
 
 
-def of_a_plan(request: RunRequest, *, load_in_4bit: bool) -> RunRequest:
+def of_a_plan(request: RunRequest, *, load_in_4bit: bool, servers: bool = False) -> RunRequest:
     """Gives a request as `plan` takes it; refuses one without a model, or of two minds about its quantization."""
     refusal.when(not request.run.get("model"), "plan/model")
     refusal.when(load_in_4bit and request.run.get("quantization") not in (None, "4bit"), "plan/quantization")
     _check_files(request)
     request = replace(request, run={**request.run, "quantization": "4bit"}) if load_in_4bit else request
     check_quantization(request.run.get("quantization"), request.run.get("peft"))
-    return request
+    on_servers = {"use_vllm": True, "vllm_mode": "server"} if servers else {}
+    return replace(request, settings={**request.settings, **on_servers})
 
 
 def read_run_file(path: Path) -> dict[str, Any]:

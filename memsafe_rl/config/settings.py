@@ -474,7 +474,10 @@ class TrainerSettings(RunSettings):
     vllm_server_host: str = engine("0.0.0.0", "Host of the vLLM server.", resume="may change")
     vllm_server_port: int = engine(8000, "Port of the vLLM server.", low=1, high=65535, resume="may change")
     vllm_server_timeout: float = engine(
-        240.0, "Longest wait for a vLLM server to be up, and for an answer, in seconds.", above=0, resume="may change"
+        240.0,
+        "Longest wait for a vLLM server to be up, and longest silence of one, in seconds.",
+        above=0,
+        resume="may change",
     )
     vllm_server_weights_dir: str | None = engine(
         None,

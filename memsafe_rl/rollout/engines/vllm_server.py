@@ -78,7 +78,7 @@ class Servers:
         self._forget_ahead()
         request, reasons = request_of(prompts, keys, settings, self._adapter.geometry), dict[str, str]()
         with ExitStack() as opened:
-            servers = opened.enter_context(_servers(self._config))
+            servers = opened.enter_context(_servers(self._config, self._adapter.geometry.vocab_size))
             with torch.no_grad(), eval_mode(self._adapter.model):
                 ready = self._prepared(servers, reasons)
             if not ready:
@@ -129,7 +129,7 @@ class Servers:
             self._request, known = request, [row for row in request.rows if request.key(row) in self._ahead]
             self._answered = {row: self._ahead.pop(request.key(row)) for row in known}
         reasons: dict[str, str] = {}
-        with _servers(self._config) as servers:
+        with _servers(self._config, self._adapter.geometry.vocab_size) as servers:
             for _ in range(_PASSES):
                 missing = [row for row in request.rows if row not in self._answered]
                 if not missing:
@@ -272,12 +272,12 @@ class _Pass:
 
 
 @contextmanager
-def _servers(config: Any) -> Iterator[list[Server]]:
+def _servers(config: Any, vocab_size: int) -> Iterator[list[Server]]:
     """Opens connections for one rollout."""
     with requests.Session() as session:
         for scheme in ("http://", "https://"):
             session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS))
-        yield [Server(url, config.vllm_server_timeout, session) for url in config.vllm_servers]
+        yield [Server(url, config.vllm_server_timeout, session, vocab_size) for url in config.vllm_servers]
 
 
 def vllm_server_engine(context: EngineContext) -> FunctionEngine:

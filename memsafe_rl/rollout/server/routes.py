@@ -35,11 +35,13 @@ class Server:
         url: its address, without a path.
         timeout: longest wait for an answer, in seconds.
         session: holds its connections.
+        vocab_size: how many token ids there are.
     """
 
     url: str
     timeout: float
     session: requests.Session
+    vocab_size: int
 
     def wait(self) -> None:
         """Waits until the server is up."""
@@ -109,6 +111,8 @@ class Server:
                 raise ValueError(f"it answers the request {answer['request_id']!r}, not {name!r}")
             (choice,) = answer["choices"]
             tokens = [int(token) for token in choice["token_ids"]]
+            if unknown := [token for token in tokens if not 0 <= token < self.vocab_size]:
+                raise ValueError(f"the vocabulary of {self.vocab_size} has no token {unknown[0]}")
             _check_version(choice.get("weight_versions"), len(tokens), version)
             _check_end(tokens, str(choice["finish_reason"]), settings)
             entries = choice["logprobs"]["content"]

@@ -244,6 +244,7 @@ SPOILT: dict[str, Spoil] = {
     "log-probs that are no numbers": edited(logprobs={"content": [{"logprob": float("nan")}] * 8}),
     "log-probs that no float holds": edited(logprobs={"content": [{"logprob": 10**400}] * 8}),
     "tokens that no integer holds": edited(token_ids=[float("inf")] * 8),
+    "tokens of no vocabulary": edited(token_ids=[10**6] * 8, logprobs={"content": [{"logprob": -1.0}] * 8}),
     "nothing": lambda _: {},
 }
 
