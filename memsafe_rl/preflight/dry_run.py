@@ -140,7 +140,7 @@ class DryRun:
         self.config.memory_budget = self._budget_bytes
         self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
-        longest = self._longest(setup)
+        longest, resident = self._longest(setup), setup.adapter.host_weights.resident
         gathering = self.shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
@@ -152,7 +152,9 @@ class DryRun:
             refusal = str(error)
         tracker, phases, state = setup.memory, memory.phase_peaks(), setup.memory.state()
         if checked is not None:  # the peak of the load is held against the moment of the check at start
-            check = {**self._loaded, Component.OTHER: self._loaded[Component.OTHER] + checked.extra_bytes}
+            passing = setup.adapter.geometry.frozen_bytes(resident)[1]  # blocks that come and go
+            extra = {Component.WEIGHTS: passing, Component.OTHER: checked.extra_bytes}
+            check = {**self._loaded, **{part: self._loaded[part] + more for part, more in extra.items()}}
             phases[Phase.LOAD] = max(phases[Phase.LOAD], check, key=lambda parts: sum(parts.values()))
         found = MemoryForecast(
             phases=phases,

@@ -119,6 +119,18 @@ def test_weights_that_come_from_the_host_are_foreseen_even_in_one_micro_batch(tm
 
 
 @pytest.mark.slow
+def test_a_load_below_the_size_of_the_weights_counts_the_blocks_that_pass_while_it_is_checked(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", vocab_size=300, layers=6, hidden=128, positions=256)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+    budget = int(0.6 * sum(weight.nbytes for weight in model.parameters()))
+    trainer, held = beside.run(tmp_path, given=given, max_completion_length=6, memory_budget=budget)
+    for phase in (Phase.LOAD, Phase.ROLLOUT, Phase.UPDATE):
+        assert foreseen(trainer).phase_bytes[phase] == pytest.approx(held[phase], rel=0.01), phase
+
+
+@pytest.mark.slow
 def test_prompts_that_are_read_a_few_at_a_time_count_once_they_are_all_there(tmp_path: Path) -> None:
     tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=1024).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
