@@ -166,6 +166,7 @@ class TrainingLoop:
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
+        self.report.fire("on_pre_optimizer_step", state)
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
@@ -180,6 +181,7 @@ class TrainingLoop:
             self.report.record_lost_updates(state, share, self._learning_rate)
             metrics["lost_updates"] = share
         del result  # what the step needed is freed before evaluation and saving
+        self.report.fire("on_optimizer_step", state)
         self.finish_step(metrics)
 
     def collect(self) -> Rollout:
