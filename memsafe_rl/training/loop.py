@@ -248,16 +248,13 @@ class TrainingLoop:
         if report.control.should_evaluate:
             with report.taken_back_if_cut_short():
                 if self.eval_dataset is not None:
-                    track_best(self.config, report, self.state, self._evaluate())
+                    track_best(self.config, report, self.state, (self.hooks.evaluate or self.evaluate)())
                 report.control.should_evaluate = False
             report.agree()
         if report.control.should_save:
             report.control.should_save = False
             self.save_checkpoint(wait=report.control.should_training_stop)
             report.agree()
-
-    def _evaluate(self) -> Mapping[str, float]:
-        return self.evaluate() if self.hooks.evaluate is None else self.hooks.evaluate()
 
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
@@ -369,7 +366,7 @@ class TrainingLoop:
         if self.state.step >= max_steps:
             self.report.control.should_training_stop = True
         if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
-            self._evaluate()
+            (self.hooks.evaluate or self.evaluate)()
 
     def make_optimizer(self) -> None:
         """Makes what moves the weights."""
