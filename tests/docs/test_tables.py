@@ -197,6 +197,17 @@ def rereading() -> list[Row]:
     return found
 
 
+def unique_tokens() -> list[Row]:
+    def row(one: Any) -> Row:
+        tokens, of = one["tokens"], one["of_padded"]
+        shares = [tokens["unique"] / tokens["all"], one["needed"], of["prompts"], of["shared"], of["walked"]]
+        sizes = [one["walked_bytes"] / one["longest_bytes"], one["shared_bytes"] / one["padded_bytes"]]
+        name = f"{'rewrites' if one['rewrites'] else 'extends'} {one['turns']}"
+        return name, [tokens["all"], *shares, *sizes, max(one["gradients"].values())]
+
+    return [row(one) for one in results("unique_tokens")["shapes"]]
+
+
 def ppo_layouts() -> list[Row]:
     layouts = results("ppo_layouts")["results"]
     most = layouts["policy, reference and critic are three models"]["peak_bytes"]
@@ -225,6 +236,7 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "dppo": (FIGURES, "## Stale rollouts", slice(1), dppo),
     "turn_credit": (FIGURES, "## Credit for turns", slice(1), turn_credit),
     "rereading": ("docs/agents.md", "`python -m benchmarks.rereading`", slice(1), rereading),
+    "unique_tokens": (FIGURES, "## Turns that sequences share", slice(2), unique_tokens),
     "ppo_layouts": ("docs/ppo.md", "`python -m benchmarks.ppo_layouts`", slice(1), ppo_layouts),
     "denoising_memory": ("docs/diffusion.md", "`python -m benchmarks.denoising_memory`", slice(1), denoising),
 }
