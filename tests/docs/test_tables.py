@@ -208,6 +208,14 @@ def unique_tokens() -> list[Row]:
     return [row(one) for one in results("unique_tokens")["shapes"]]
 
 
+def roofline() -> list[Row]:
+    return [
+        (f"{training} {phase}", [one[name] for name in ("gflop", "seconds", "share")])
+        for training, phases in results("roofline")["training"].items()
+        for phase, one in phases.items()
+    ]
+
+
 def ppo_layouts() -> list[Row]:
     layouts = results("ppo_layouts")["results"]
     most = layouts["policy, reference and critic are three models"]["peak_bytes"]
@@ -237,6 +245,7 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "turn_credit": (FIGURES, "## Credit for turns", slice(1), turn_credit),
     "rereading": ("docs/agents.md", "`python -m benchmarks.rereading`", slice(1), rereading),
     "unique_tokens": (FIGURES, "## Turns that sequences share", slice(2), unique_tokens),
+    "roofline": (FIGURES, "## The machine's own speed", slice(2), roofline),
     "ppo_layouts": ("docs/ppo.md", "`python -m benchmarks.ppo_layouts`", slice(1), ppo_layouts),
     "denoising_memory": ("docs/diffusion.md", "`python -m benchmarks.denoising_memory`", slice(1), denoising),
 }
