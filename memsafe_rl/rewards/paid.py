@@ -190,12 +190,10 @@ class PaidReward:
         try:
             async with asyncio.timeout(self._ask.timeout_seconds):
                 if is_async(self._judge):
-                    return self._kept(question, await self._judge(**given))
-
-                def ask() -> Answer:  # keeps what comes late, which is paid for too
-                    return self._kept(question, self._judge(**given))
-
-                return await asyncio.get_running_loop().run_in_executor(call.threads, ask)
+                    return self._keep(question, await self._judge(**given))
+                loop = asyncio.get_running_loop()
+                # what comes late is kept too
+                return await loop.run_in_executor(call.threads, lambda: self._keep(question, self._judge(**given)))
         finally:
             call.count["calls"] += 1
             call.count["seconds_per_call"] += time.perf_counter() - began
@@ -212,17 +210,17 @@ class PaidReward:
             found = {question: file.execute(select, (question,)).fetchone() for question in questions}
         return held | {question: answer for question, answer in found.items() if answer is not None}
 
-    def _kept(self, question: str, output: Any) -> Answer:
+    def _keep(self, question: str, output: Any) -> Answer:
         """Reads what the judge returned, and keeps it."""
         answer = _read(self.__name__, output)
+        self._memory[question] = answer
         if self._path is not None:
             try:
                 with closing(self._connect()) as file:
                     file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
-                return answer
+                self._memory.pop(question, None)
             except sqlite3.Error as error:  # a full disk, say: the answer is paid for all the same
                 logger.warning("%s cannot be written (%s): answers are kept for this run only.", self._path, error)
-        self._memory[question] = answer
         return answer
 
 

@@ -116,7 +116,7 @@ def kl_cov_surrogate(ratios: Ratios) -> Tensor:
     if ratios.marks_BT is None:
         return losses
     # A token that has not moved has no slope; what rounding leaves of it would have one of either sign.
-    marks_BT = ratios.marks_BT * (apart_BT > torch.finfo(apart_BT.dtype).eps ** 0.75)
+    marks_BT = ratios.marks_BT * apart_BT.gt(torch.finfo(apart_BT.dtype).eps ** 0.75)
     return losses + ratios.settings.kl_cov_coef * marks_BT * apart_BT
 
 
