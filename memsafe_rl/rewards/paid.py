@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import inspect
 import json
@@ -19,6 +18,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.rewards.calls import RewardFunction, accepted_names, function_name, is_async
@@ -72,8 +73,9 @@ class Ask:
 class _Round:
     """What one rollout's questions share: the calls that may run at a time, and what became of them."""
 
-    def __init__(self, concurrency: int) -> None:
-        self.slots, self.threads = asyncio.Semaphore(concurrency), ThreadPoolExecutor(concurrency)
+    def __init__(self, ask: Ask) -> None:
+        self.slots = asyncio.Semaphore(ask.concurrency)
+        self.threads = ThreadPoolExecutor(ask.concurrency * (ask.retries + 1))  # those that are late hold up no other
         self.failure: Exception | None = None
         self.count: dict[str, float] = dict.fromkeys(("asked", "calls", "fell_back", "cost", "seconds_per_call"), 0)
 
@@ -126,7 +128,7 @@ class PaidReward:
         questions = [self._question(row, given) for row, given in enumerate(rows)]
         known = self._known(set(questions))
         asked = {question: given for question, given in zip(questions, rows, strict=True) if question not in known}
-        call = _Round(self._ask.concurrency)
+        call = _Round(self._ask)
         try:
             given = await asyncio.gather(*(self._answer(question, row, call) for question, row in asked.items()))
         finally:
@@ -159,8 +161,8 @@ class PaidReward:
                 if call.failure is not None:
                     break
                 try:
-                    answer = _read(self.__name__, await self._timed(given, call))
-                    self._keep(question, answer)
+                    late = self._known({question}) if attempt else {}
+                    answer = late.get(question) or await self._timed(question, given, call)
                 except Exception as error:
                     self._note(error, attempt, call)
                 else:
@@ -182,15 +184,16 @@ class PaidReward:
         then = "It is called again." if left else "It is not called again."
         logger.warning("Judge %r failed in call %d: %.300r. %s", self.__name__, attempt + 1, error, then)
 
-    async def _timed(self, given: Mapping[str, Any], call: _Round) -> Any:
+    async def _timed(self, question: str, given: Mapping[str, Any], call: _Round) -> Answer:
         """Calls the judge once."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(self._ask.timeout_seconds):
                 if is_async(self._judge):
-                    return await self._judge(**given)
-                ask = functools.partial(self._judge, **given)
-                return await asyncio.get_running_loop().run_in_executor(call.threads, ask)
+                    return self._keep(question, await self._judge(**given))
+                loop = asyncio.get_running_loop()
+                # what comes late is kept too
+                return await loop.run_in_executor(call.threads, lambda: self._keep(question, self._judge(**given)))
         finally:
             call.count["calls"] += 1
             call.count["seconds_per_call"] += time.perf_counter() - began
@@ -207,22 +210,25 @@ class PaidReward:
             found = {question: file.execute(select, (question,)).fetchone() for question in questions}
         return held | {question: answer for question, answer in found.items() if answer is not None}
 
-    def _keep(self, question: str, answer: Answer) -> None:
+    def _keep(self, question: str, output: Any) -> Answer:
+        """Reads what the judge returned, and keeps it."""
+        answer = _read(self.__name__, output)
+        self._memory[question] = answer
         if self._path is not None:
             try:
                 with closing(self._connect()) as file:
                     file.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (question, *answer))
-                return
+                self._memory.pop(question, None)
             except sqlite3.Error as error:  # a full disk, say: the answer is paid for all the same
                 logger.warning("%s cannot be written (%s): answers are kept for this run only.", self._path, error)
-        self._memory[question] = answer
+        return answer
 
 
 def _read(name: str, output: Any) -> Answer:
     """Takes a reward, or a pair of a reward and a cost, apart."""
     reward, cost = output if isinstance(output, tuple) and len(output) == 2 else (output, 0.0)
     numeric = isinstance(reward, (numbers.Real, type(None))) and isinstance(cost, numbers.Real)
-    if not numeric or not math.isfinite(cost):
+    if not numeric or not math.isfinite(cost) or abs(reward or 0.0) > torch.finfo(torch.float32).max:
         raise unusable("paid/answer", name=name, output=output, kind=type(output).__name__)
     return None if reward is None or math.isnan(reward) else float(reward), float(cost)
 

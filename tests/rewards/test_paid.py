@@ -6,6 +6,7 @@ import asyncio
 import random
 import sqlite3
 import threading
+import time
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
@@ -122,6 +123,45 @@ def test_a_judge_that_blocks_runs_in_threads_and_one_that_is_late_is_called_agai
     ask = Ask(timeout_seconds=0.05, backoff_seconds=0)
     assert score(PaidReward(late, None, ask=ask), ["x"]).rewards_BF.item() == 2.0
     assert calls["late"] == 2
+
+
+def test_late_calls_in_threads_hold_up_no_other_and_their_answers_are_kept(tmp_path: Path) -> None:
+    hang, calls = threading.Event(), Counter[str]()
+
+    def judge(completion: str) -> tuple[float, float]:
+        calls[completion] += 1
+        if completion == "x" and calls["x"] == 1:
+            hang.wait(30)
+        return 1.0, 0.5
+
+    ask = Ask(retries=1, timeout_seconds=0.3, backoff_seconds=0, concurrency=1)
+    try:
+        assert score(PaidReward(judge, None, ask=ask), ["x", "y"]).rewards_BF.sum() == 2
+    finally:
+        hang.set()
+    hang.clear()
+    calls.clear()
+    threading.Timer(0.5, hang.set).start()
+    reward = PaidReward(judge, tmp_path / "answers.sqlite", ask=Ask(retries=0, timeout_seconds=0.1))
+    with pytest.raises(TimeoutError):
+        score(reward, ["x"])
+    deadline = time.monotonic() + 30
+    while not reward._known({reward._question(0, {"completion": "x"})}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert score(reward, ["x"]).rewards_BF.item() == 1.0
+    assert calls["x"] == 1
+
+
+def test_an_infinite_reward_is_not_kept(tmp_path: Path) -> None:
+    said = iter((float("inf"), 1e39, 1.0))
+
+    async def judge(completion: str) -> float:
+        return next(said)
+
+    for _ in range(2):
+        with pytest.raises(DataError, match="Return a finite number"):
+            score(PaidReward(judge, tmp_path / "answers.sqlite", ask=QUICK), ["x"])
+    assert score(PaidReward(judge, tmp_path / "answers.sqlite", ask=QUICK), ["x"]).rewards_BF.item() == 1.0
 
 
 def test_a_resumed_run_asks_only_what_was_never_answered(tmp_path: Path) -> None:

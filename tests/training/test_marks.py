@@ -63,6 +63,21 @@ def test_no_cut_moves_a_mark_or_the_weights(
                         steps_per_generation=8), whole) < bound  # fmt: skip
 
 
+def test_rounding_does_not_push_tokens_that_have_not_moved(tmp_path: Path) -> None:
+    """Behind a first step of a warm-up, which moves nothing, log-ratios are rounding, whose sign plans change."""
+    warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "steps_per_generation": 2, "optim": "sgd"}
+
+    def run(folder: str, policy: Any) -> torch.Tensor:
+        trainer = make_trainer(
+            tmp_path / folder, model=tiny_model("gpt2", dtype=torch.float64), policy=policy, **MARKING["kl_cov"], **warm
+        )
+        before = weights(trainer)
+        trainer.train()
+        return weights(trainer) - before
+
+    assert relative(run("cut", cut(17)), run("whole", cut())) < 1e-12
+
+
 @pytest.mark.parametrize("name", MARKING)
 def test_a_failed_attempt_and_a_resume_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

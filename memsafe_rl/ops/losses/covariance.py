@@ -112,10 +112,12 @@ def kl_cov_surrogate(ratios: Ratios) -> Tensor:
     Returns:
         (B, T).
     """
-    losses = -ratios.ratio * ratios.advantages
+    losses, apart_BT = -ratios.ratio * ratios.advantages, ratios.log_ratio_BT.abs()
     if ratios.marks_BT is None:
         return losses
-    return losses + ratios.settings.kl_cov_coef * ratios.marks_BT * ratios.log_ratio_BT.abs()
+    # A token that has not moved has no slope; what rounding leaves of it would have one of either sign.
+    marks_BT = ratios.marks_BT * apart_BT.gt(torch.finfo(apart_BT.dtype).eps ** 0.75)
+    return losses + ratios.settings.kl_cov_coef * marks_BT * apart_BT
 
 
 def _share(tokens: StepTokens, settings: LossSettings) -> Tensor:

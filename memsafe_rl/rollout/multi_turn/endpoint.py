@@ -77,7 +77,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._waiting: list[ChatRequest] = []
         self._keyed: dict[str, ChatRequest] = {}
-        self._last: ChatRequest | None = None
+        self._taken: list[ChatRequest] = []
         self._closed = ""
 
     def put(self, request: ChatRequest, *, key: str = "", again: bool | None = None) -> ChatRequest:
@@ -89,8 +89,9 @@ class Mailbox:
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]
-            for earlier in () if key or again is False else (*self._waiting, self._last):
-                if earlier is not None and earlier.asks_the_same(request) and (again or not earlier.answers):
+            lost = (one for one in reversed(self._taken) if not one.answers)
+            for earlier in () if key or again is False else (*self._waiting, *self._taken[-1:], *lost):
+                if earlier.asks_the_same(request) and (again or not earlier.answers):
                     return earlier
             if key:
                 self._keyed[key] = request
@@ -109,8 +110,8 @@ class Mailbox:
                 self._changed.wait(min(left, 0.5))
             if not self._waiting:
                 return None
-            self._last = self._waiting.pop(0)
-            return self._last
+            self._taken.append(self._waiting.pop(0))
+            return self._taken[-1]
 
     def wake(self) -> None:
         """Has whoever waits look again."""
@@ -126,8 +127,8 @@ class Mailbox:
         """Refuses what waits, and all that comes; whoever waits for requests goes on."""
         with self._changed:
             self._closed = reason
-            for request in (*self._waiting, self._last):
-                if request is not None and not request.answered.is_set():
+            for request in (*self._waiting, *self._taken):
+                if not request.answered.is_set():
                     request.refuse(reason)
             self._waiting.clear()
             self._changed.notify_all()

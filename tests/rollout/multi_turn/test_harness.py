@@ -20,10 +20,10 @@ import torch
 from memsafe_rl import AgentClient, AgentHarness
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.rollout.multi_turn.chat import as_template, shared_messages
-from memsafe_rl.rollout.multi_turn.endpoint import Mailbox, RefusedError, read_request
+from memsafe_rl.rollout.multi_turn.endpoint import ChatRequest, Mailbox, RefusedError, read_request
 from memsafe_rl.rollout.multi_turn.harness import AgentEpisode
 from memsafe_rl.rollout.multi_turn.lockstep import Beginning, play
-from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
+from memsafe_rl.rollout.multi_turn.protocol import Action, Environment, Step
 from memsafe_rl.types import SequenceKey
 from tests.rollout.multi_turn.helpers import beginning, chat_tokenizer, says, script, table
 from tests.trainers.helpers import weights
@@ -54,6 +54,10 @@ class Counting(Environment):
 
     def reward(self) -> float:
         return paid(self.said)
+
+
+def requested(text: str) -> ChatRequest:
+    return read_request({"messages": [{"role": "user", "content": text}]})
 
 
 def chat(client: AgentClient, messages: list[Any], **more: Any) -> Any:
@@ -435,11 +439,23 @@ def test_what_is_asked_of_the_sampler_and_not_used_is_said_once(caplog: pytest.L
 
 def test_requests_with_keys_of_their_own_are_not_each_others_repetition() -> None:
     box = Mailbox()
-    plain, other, first, second = (read_request({"messages": [{"role": "user", "content": "x"}]}) for _ in range(4))
+    plain, other, first, second = map(requested, "xxxx")
     assert box.put(first, key="1") is first
     assert box.put(second, key="2") is second
     assert box.put(other, key="2") is second
     assert box.put(plain) is first
+
+
+def test_a_turn_that_was_lost_is_given_again_though_another_was_drawn_meanwhile() -> None:
+    box, (lost, other, again, new) = Mailbox(), (requested(text) for text in "abaa")
+    for request in (lost, other):
+        box.put(request)
+        assert box.take(threading.Event(), 1.0) is request
+        request.answer(Action("x"))
+    other.answers += 1
+    assert box.put(again) is lost
+    lost.answers += 1
+    assert box.put(new) is new
 
 
 def test_nobody_waits_for_an_agent_whose_episode_is_left(harness: Any) -> None:
@@ -463,7 +479,7 @@ def test_nobody_waits_for_an_agent_whose_episode_is_left(harness: Any) -> None:
 def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
     harness = AgentHarness(count_through)
     _, box = harness.server.open()
-    taken, waiting = (box.put(read_request({"messages": [{"role": "user", "content": text}]})) for text in "ab")
+    taken, waiting = (box.put(requested(text)) for text in "ab")
     assert box.take(threading.Event(), 1.0) is taken
     harness.close()
     for request in (taken, waiting):
