@@ -147,10 +147,7 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
 def measured_speed(
     device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter
 ) -> DeviceSpeed:
-    """Times products of a type, copies and small kernels, once in a process; takes about two seconds.
-
-    The clock is another one than the wall's where a machine is busy with other work.
-    """
+    """Times products of a type, copies and small kernels, once a process, by a clock that other work does not move."""
     found = _measure(device, dtype, clock)
     clear_device_cache(garbage_collection=True)  # of bytes that the run would find reserved, and no forecast counts
     return found

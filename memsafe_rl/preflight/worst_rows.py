@@ -70,10 +70,7 @@ class PlannedStep:
         return expected, held, *largest_slices(work, tokens, packed=packed), meeting, padded, blocks
 
     def _bytes_of(self, rows: Sequence[int], *, meets: bool) -> int:
-        """Estimates what a slice, or a group whose prompts are read together, holds beside the gradients of others.
-
-        The policy's own estimate joins a step's most tokens to its most completion tokens, which may be in two slices.
-        """
+        """Estimates what a slice or a group holds by its own tokens and actions, not the step's most of each."""
         work, packed = self.step.work, self.plan.pack_prompts
         if work.sources:
             row_tokens, action_tokens, sources = (

@@ -30,11 +30,7 @@ _METADATA = frozenset({"_name", "_paper", "_tag_names", "_template_file", "_send
 
 
 def refuse_ignored(cls: type, ours: type) -> None:
-    """Refuses a subclass with a method that TRL's trainer would call and ours has no step for.
-
-    Raises:
-        TypeError: it has one; the message says what to do instead.
-    """
+    """Refuses, by a TypeError, a subclass with a method that TRL's trainer would call and ours has no step for."""
     for name in sorted((INSTEAD.keys() | (set(dir(Trainer)) - set(dir(ours)))) - _METADATA):
         own = inspect.getattr_static(cls, name, None)
         if own is not inspect.getattr_static(ours, name, None) and not isinstance(own, type):

@@ -411,11 +411,7 @@ def fastest_with_weights_away(
 
 
 def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback]) -> Plan | None:
-    """Goes down a ladder after a failure: as many fallbacks as the estimate asks for, at least one.
-
-    The next plan is the first whose estimate is a tenth below the failed one's and within what was free. Where no
-    fallback saves that much, the bottom of the ladder is the last thing to try.
-    """
+    """Goes down a ladder to a plan a tenth below the failed estimate and within what was free, else to the last."""
     lower = [replace(step, predicted_bytes={}) for step in walk(plan, failure.work, fallbacks)]
     if not lower:
         return None

@@ -363,10 +363,7 @@ class SharedPrefixState:
             self._segments = None
 
     def _refill(self, sources: Sequence[SharedPrefixState | RowCache], index: Tensor | None = None) -> None:
-        """Moves suffixes, one behind the other, or some rows of one state, to stores of this state's size.
-
-        A layer at a time, keys before values: no more is ever there twice.
-        """
+        """Moves suffixes to stores of this state's size, tensor by tensor: no more is ever there twice."""
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
                 stores: list[list[Tensor]] = [getattr(source, name) for source in sources]

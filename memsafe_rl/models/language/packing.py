@@ -169,10 +169,7 @@ def pack_rows(
     trunks: Sequence[Trunk] = (),
     images: Mapping[int, Sequence[slice]] = MappingProxyType({}),
 ) -> PackedRows:
-    """Lays rows out behind one copy of what they share, or behind trunks; what is a row's own stays in one piece.
-
-    A completion's last token is left out, since nothing follows that it could predict.
-    """
+    """Lays rows, without their last tokens, out behind one copy of what they share, or behind trunks."""
     held = trunks[-1].end if trunks else 0
     lengths = {row: _read_tokens(trajectory, row) for row in rows}
     roots = grow(branches_of(trajectory, rows), lengths, held)
@@ -328,10 +325,7 @@ def packed_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends over packed rows, in the form in which transformers calls any attention.
-
-    Equals attention row by row, each row with its own copy of the prompt.
-    """
+    """Attends over packed rows as transformers calls attention; equals each row behind its own copy of the prompt."""
     scope = _SCOPE.get()
     if scope is None:
         raise AssertionError("set only inside attending")
@@ -540,10 +534,7 @@ def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> It
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Joins in place two parts of a softmax, (N, H, D) and (N, H), over two sets of keys.
-
-    ``L = log(e^a + e^b)``, ``o = e^(a - L) o_a + e^(b - L) o_b``.
-    """
+    """Joins (N, H, D) and (N, H) in place: ``L = log(e^a + e^b)``, ``o = e^(a - L) o_a + e^(b - L) o_b``."""
     joined = torch.logaddexp(lse, more_lse)
     out.copy_(out * (lse - joined).exp()[..., None] + more_out * (more_lse - joined).exp()[..., None])
     lse.copy_(joined)

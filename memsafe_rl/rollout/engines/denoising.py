@@ -48,11 +48,7 @@ class _Row(NamedTuple):
 
 
 class DenoisingEngine:
-    """Draws chains with the trained denoiser itself; holds nothing between two calls.
-
-    Noise is a function of a chain's key and the step alone, so that any wave draws the same; a denoiser in float32
-    gives every chain the same states up to rounding.
-    """
+    """Draws chains with the trained denoiser; noise follows from key and step alone, so any wave draws the same."""
 
     name = "denoising"
     supports = EngineCapabilities()
