@@ -84,13 +84,10 @@ def _table(settings: Iterable[Setting]) -> Table:
     for one in settings:
         text = Text(one.help)
         if one.default not in (None, ()):
-            text.append(f" [default: {_shown(one.default)}]", style="dim")
+            shown = str(one.default).lower() if isinstance(one.default, bool) else one.default
+            text.append(f" [default: {shown}]", style="dim")
         table.add_row(f"--{one.name.replace('_', '-')}", text)
     return table
-
-
-def _shown(default: Any) -> str:
-    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
