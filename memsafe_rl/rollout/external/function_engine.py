@@ -6,7 +6,6 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 
@@ -17,9 +16,9 @@ from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, se
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import refusal, unusable
-from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, Progress
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.rollout.native.running_batch import PlainEngine
 from memsafe_rl.rollout.native.sequences import checked_limits
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -116,11 +115,9 @@ def drawn_by_limit(
     return [completion for place in range(len(prompts)) for completion in found[place]]
 
 
-class ExternalEngine(ABC):
+class ExternalEngine(PlainEngine, ABC):
     """An engine that draws completions whole, and keeps whatever cache it has itself."""
 
-    name: str
-    cache_dtype: str | None = None
     _adapter: ModelAdapter
     _honours: Collection[str]
 
@@ -135,14 +132,6 @@ class ExternalEngine(ABC):
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             dropped = field.name not in self._honours and value != default
             refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=self.name)
-
-    def round_cache(self) -> None:
-        """Refuses: the cache is the engine's own."""
-        raise refusal("engine/cache", engine=self.name)
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""
-        return opened(live_keys, lambda _: self.generate)
 
     def generate(
         self,
@@ -203,9 +192,6 @@ class FunctionEngine(ExternalEngine):
     def synchronise(self, version: int) -> None:
         """Has the engine take over weights that have moved."""
         self._synchronise(version)
-
-    def release(self) -> None:
-        """Does nothing: every call gives its bytes back."""
 
     def close(self) -> None:
         """Has the engine end whatever outlives a call, and forget which weights it has."""

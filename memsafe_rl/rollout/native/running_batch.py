@@ -9,10 +9,10 @@ Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.compiling import compiling
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout import unusable
-from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
+from memsafe_rl.rollout import refusal, unusable
+from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.native.by_transformers import generate_by_override, generate_by_transformers
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, KeptRows, name_of
 from memsafe_rl.rollout.native.sequences import (
@@ -381,3 +381,32 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
         yield LocalScope(drawing(kept), partial(generate, kept=kept), kept.clear)
     finally:
         kept.clear()
+
+
+class PlainEngine:
+    """An engine that draws with the trained weights themselves and holds nothing between two calls."""
+
+    name: str
+    generate: Any
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """None: the cache, if there is one, has the element type of the weights."""
+        return None
+
+    def round_cache(self) -> None:
+        """Refuses: the engine keeps no keys and values of this library's."""
+        raise refusal("engine/cache", engine=self.name)
+
+    def synchronise(self, version: int) -> None:
+        """Does nothing: the weights are the trained ones."""
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope in which the agent's turns leave nothing for later ones."""
+        return opened(live_keys, lambda _: self.generate)
+
+    def release(self) -> None:
+        """Does nothing: every call gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing."""
