@@ -66,25 +66,22 @@ def generate(
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
-    if own := adapter.own_generate:
-        with torch.no_grad(), eval_mode(adapter.model):
-            return generate_by_override(adapter, own, prompts, keys, settings, attempt, begun=begun, limits=limits)
-    if not adapter.decodes:
-        with torch.no_grad(), eval_mode(adapter.model):
-            return generate_by_transformers(
-                adapter, prompts, keys, settings, attempt, progress, begun=begun, limits=limits
-            )
-    with host_memory():
-        sequences = begin_sequences(prompts, keys, settings, begun, limits)
-    batch = _RunningBatch(adapter, sequences, settings, progress, kept)
-    try:
-        with torch.no_grad(), eval_mode(adapter.model):
+    own, told = adapter.own_generate, dict[str, Any](begun=begun, limits=limits)
+    with torch.no_grad(), eval_mode(adapter.model):
+        if own:
+            return generate_by_override(adapter, own, prompts, keys, settings, attempt, **told)
+        if not adapter.decodes:
+            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, **told)
+        with host_memory():
+            sequences = begin_sequences(prompts, keys, settings, begun, limits)
+        batch = _RunningBatch(adapter, sequences, settings, progress, kept)
+        try:
             while batch.goes_on:
                 attempt(batch.advance, batch.give_up_all)
             if kept is not None:
                 attempt(batch.drop_ended, batch.give_up_all)
-    finally:
-        batch.give_up()
+        finally:
+            batch.give_up()
     with host_memory():
         return [sequence.completion(batch.draw.keeps_model_logprobs) for sequence in sequences]
 
