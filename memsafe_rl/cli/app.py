@@ -331,8 +331,7 @@ def doctor(
     """
     with plain_errors():
         words = files or []
-        if words and (words[0] != "accelerate" or len(words) != 2):
-            raise refusal("doctor", words=" ".join(words))
+        refusal.when(words and (words[0] != "accelerate" or len(words) != 2), "doctor", words=" ".join(words))
         module = command("doctor")
         found = module.examine(words[1] if words else None, config, script, expect or [])
         tell(module, as_json, found)

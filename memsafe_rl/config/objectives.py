@@ -46,8 +46,7 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
     """Reads the setting `objectives`."""
     if given is None:
         return ()
-    if not given:
-        raise refusal("objectives/none", given=dict(given))
+    refusal.when(not given, "objectives/none", given=dict(given))
     objectives = tuple(_read_objective(name, settings, beta) for name, settings in given.items())
     seen: dict[frozenset[str], str] = {}
     for objective in objectives:
@@ -60,10 +59,8 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
 
 def _read_objective(name: str, given: Any, beta: float) -> Objective:
     told = f"objectives[{name!r}]"
-    if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise refusal("objectives/name", told=told)
-    if isinstance(given, Objective):
-        raise refusal("objectives/object", told=told, kind=type(given).__name__)
+    refusal.when(not isinstance(name, str) or not name.strip() or "/" in name, "objectives/name", told=told)
+    refusal.when(isinstance(given, Objective), "objectives/object", told=told, kind=type(given).__name__)
     refusal.when(not isinstance(given, Mapping), "objectives/mapping", told=told, given=given)
     settings: dict[str, Any] = {"beta": beta}
     check_known(given, Objective.declared, f"key of {told}")

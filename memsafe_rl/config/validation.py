@@ -132,8 +132,7 @@ def _fill_evaluation(config: TrainerConfig) -> None:
         if steps is not None and steps > 1 and not float(steps).is_integer():
             raise refusal("steps/whole", name=name, steps=steps)
     for k in config.eval_pass_at or ():
-        if not 1 <= k <= config.eval_generations:
-            raise refusal("eval_pass_at", k=k, config=config, least=max(1, k))
+        refusal.when(not 1 <= k <= config.eval_generations, "eval_pass_at", k=k, config=config, least=max(1, k))
     if config.metric_for_best_model is None and (config.load_best_model_at_end or config.save_strategy == "best"):
         config.fill("metric_for_best_model", "reward")
     if config.metric_for_best_model is not None and config.greater_is_better is None:

@@ -329,8 +329,7 @@ def _declared_quantization(config: Any) -> Any:
     if declared is None:
         return None
     plain = declared if isinstance(declared, dict) else declared.to_dict()
-    if not plain.get("load_in_4bit"):
-        raise refusal("quantization/saved", method=plain.get("quant_method", "unknown"))
+    refusal.when(not plain.get("load_in_4bit"), "quantization/saved", method=plain.get("quant_method", "unknown"))
     known = inspect.signature(BitsAndBytesConfig).parameters
     return BitsAndBytesConfig(**{name: value for name, value in plain.items() if name in known})
 

@@ -216,8 +216,7 @@ class FunctionEngine(ExternalEngine):
         unusable.when(not isinstance(completion, Completion), "completion/kind", engine=engine, row=row, kind=kind)
         ids, logprobs, last = completion.ids, completion.logprobs, self._adapter.geometry.vocab_size - 1
         shape, fit = tuple(ids.shape), ids.dtype == torch.int64 and ids.dim() == 1 and 1 <= len(ids) <= longest
-        if not fit:
-            raise unusable("completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
+        unusable.when(not fit, "completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
         for token in ids.tolist():
             unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
         known, shape = logprobs.shape == ids.shape and bool(logprobs.isfinite().all()), tuple(logprobs.shape)
