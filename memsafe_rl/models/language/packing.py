@@ -435,7 +435,7 @@ class _AttentionByRow(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         out = value.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-        for segment in filter(_has_tokens, call.layout.segments):
+        for segment in (one for one in call.layout.segments if one.tokens):
             own, sight = segment.own, _sight(segment, call, query.device)
             asked, keys, values = _one_row(segment, query, key, value)
             mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
@@ -450,7 +450,7 @@ class _AttentionByRow(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-        for segment in filter(_has_tokens, ctx.call.layout.segments):
+        for segment in (one for one in ctx.call.layout.segments if one.tokens):
             own, sight = segment.own, _sight(segment, ctx.call, query.device)
             asked, keys, values = _one_row(segment, query, key, value)
             slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
@@ -467,10 +467,6 @@ class _AttentionByRow(torch.autograd.Function):
                 d_sinks += of_sinks
         of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None
-
-
-def _has_tokens(segment: Segment) -> bool:
-    return segment.tokens > 0
 
 
 def _one_row(segment: Segment, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
