@@ -114,11 +114,6 @@ class RowCache:
         """Bytes of its own, without its prompt's."""
         return sum(part.nbytes for part in (*self.keys, *self.values))
 
-    def goes_back_to(self, tokens: int, windows: Sequence[int | None]) -> bool:
-        """Tells whether it could be read on from an earlier token."""
-        moved_on = any(window is not None and self.tokens >= window for window in windows)
-        return tokens == self.tokens or not moved_on
-
 
 @dataclass(frozen=True)
 class Segment:
