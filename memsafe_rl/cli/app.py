@@ -116,7 +116,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="memsafe-rl",
     cls=Commands,
-    help="Train models with GRPO and PPO within a memory budget, without changing the mathematics.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
