@@ -217,7 +217,7 @@ class RewardRunner:
             later = {name: self._numbers(name, output, len(prompts)) for name, output in awaited.result().items()}
             rewards = [(found | later)[name] for name in self.names]
             self._warn_of_unscored(rewards, prompts)
-            rewards_BF = attempt(lambda _: torch.tensor(rewards).T.contiguous())
+            rewards_BF = attempt(functools.partial(_by_row, rewards))
             return RewardScores(
                 rewards_BF, self.names, calls.seconds, calls.joined_extras(), calls.joined_metrics(), calls.timeouts
             )
@@ -266,6 +266,10 @@ class RewardRunner:
         facts = len(unscored), len(prompts), unscored[0], prompts[unscored[0]]
         told = "%d of %d completions got no reward from any function, the first at row %d with prompt %.200r. "
         logger.warning(told + "They are excluded from the loss. This warning appears once.", *facts)
+
+
+def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa: ARG001
+    return torch.tensor(rewards_FB).T.contiguous()
 
 
 def _values(name: str, output: Any, rows: int) -> list[Any]:
