@@ -37,8 +37,8 @@ class DeviceFacts:
     total_bytes: int  # int, bytes of the device
 
 
-class _Plain:
-    """A device that does not know what its bytes are for, and neither caches nor refuses any."""
+class _Undivided:
+    """A device that does not know what its bytes are for."""
 
     def live_by_component(self) -> Mapping[Component, int]:
         """Bytes held now by what they are for: nobody keeps the count."""
@@ -52,24 +52,8 @@ class _Plain:
         """Bytes the allocator needed beside live tensors in that phase: nobody counts what could have gone back."""
         return None
 
-    def reserved_bytes(self) -> int | None:
-        """None: nothing is cached."""
-        return None
 
-    def reserved_peak_bytes(self) -> int | None:
-        """None: what the process holds is all there is to know."""
-        return None
-
-    def allocator_retries(self) -> int:
-        """None: what is not cached in blocks cannot run short of them."""
-        return 0
-
-    def refusals(self) -> int:
-        """None: nobody refuses."""
-        return 0
-
-
-class CudaMeter(_Plain):
+class CudaMeter(_Undivided):
     """The CUDA caching allocator's own counters, and its own limit, which holds reserved bytes."""
 
     is_exact = True  # whether the count is the tensors' own bytes, not whatever else the process holds
@@ -145,7 +129,7 @@ class CudaMeter(_Plain):
             self._own_fraction = None
 
 
-class HostMeter(_Plain):
+class HostMeter(_Undivided):
     """The resident size of this process, mapped files included; its peak restarts on Linux only."""
 
     is_exact = False
@@ -191,6 +175,22 @@ class HostMeter(_Plain):
         """Bytes available to new work, as the operating system says."""
         return int(psutil.virtual_memory().available)
 
+    def reserved_bytes(self) -> int | None:
+        """None: nothing is cached."""
+        return None
+
+    def reserved_peak_bytes(self) -> int | None:
+        """None: what the process holds is all there is to know."""
+        return None
+
+    def allocator_retries(self) -> int:
+        """None: memory of the host is not cached in blocks that could run short."""
+        return 0
+
+    def refusals(self) -> int:
+        """None: nobody refuses."""
+        return 0
+
     def enforce(self, budget_bytes: int) -> None:
         """Does nothing: the plans keep the budget, and a limit of the operating system would kill, not refuse."""
 
@@ -198,7 +198,7 @@ class HostMeter(_Plain):
         """Does nothing: nothing was enforced."""
 
 
-class SimulatedMeter(_Plain):
+class SimulatedMeter:
     """The counters of a simulated device."""
 
     is_exact = True
@@ -242,6 +242,10 @@ class SimulatedMeter(_Plain):
         """Bytes that nobody holds."""
         return max(0, self.total_bytes() - self.live_bytes())
 
+    def reserved_bytes(self) -> int | None:
+        """None: a simulated device caches nothing."""
+        return None
+
     def live_by_component(self) -> Mapping[Component, int]:
         """Bytes held now by what they are for."""
         return self._simulation.live_by_component()
@@ -260,6 +264,10 @@ class SimulatedMeter(_Plain):
         """Bytes that it could not have done without beside live tensors, in that phase."""
         record = self._simulation.last_phase
         return None if record is None or record.reserved is None else record.reserved.needed - record.reserved.allocated
+
+    def allocator_retries(self) -> int:
+        """None: a simulated device caches nothing."""
+        return 0
 
     def refusals(self) -> int:
         """Allocations that the device has refused."""
