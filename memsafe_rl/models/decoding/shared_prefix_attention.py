@@ -430,7 +430,8 @@ def _attend_heads(
     dtype = query_BHRND.dtype if values[0].dtype == torch.int8 else values[0].dtype
     shape, query_BHXD = query_BHRND.shape[:4], query_BHRND.flatten(2, 3)
     scores = [segment.by_row(segment.grouped(query_BHXD) @ as_floats(keys[0], dtype).mT)]
-    scores.extend(query_BHXD @ as_floats(part, dtype).mT for part in keys[1:])
+    for part in keys[1:]:
+        scores.append(query_BHXD @ as_floats(part, dtype).mT)
     split = torch.unflatten(_joined(scores, 3), 2, shape[2:])  # (B, H, R, N, K)
     del scores  # joined, and the largest thing here
     if scoring.soft_cap is not None:
