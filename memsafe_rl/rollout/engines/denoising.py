@@ -23,7 +23,7 @@ from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, Progress, register_engine
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.rollout.native.running_batch import PlainEngine
+from memsafe_rl.rollout.native.running_batch import WholeEngine
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -38,7 +38,7 @@ class _Row(NamedTuple):
     key: SequenceKey
 
 
-class DenoisingEngine(PlainEngine):
+class DenoisingEngine(WholeEngine):
     """Draws chains with the trained denoiser; noise follows from key and step alone, so any wave draws the same."""
 
     name = "denoising"
@@ -53,6 +53,9 @@ class DenoisingEngine(PlainEngine):
         for name in (entry.name for entry in fields(settings)):
             value = getattr(settings, name)
             refusal.when(value != getattr(plain, name), "denoising", name=name, value=value)
+
+    def synchronise(self, version: int) -> None:
+        """Does nothing: the weights are the trained ones."""
 
     def generate(
         self,
@@ -82,6 +85,12 @@ class DenoisingEngine(PlainEngine):
                 if progress is not None:
                     progress(len(drawn), len(rows))
         return drawn
+
+    def release(self) -> None:
+        """Does nothing: every wave gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
     def _draw(self, rows: Sequence[_Row]) -> list[Completion]:
         adapter, policy = self._adapter, self._adapter.policy

@@ -7,11 +7,11 @@ from functools import partial
 
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, LiveKeys, RolloutScope, register_engine
-from memsafe_rl.rollout.native.running_batch import PlainEngine, generate, opened
+from memsafe_rl.rollout.native.running_batch import generate, opened
 from memsafe_rl.types import SamplingSettings
 
 
-class NativeEngine(PlainEngine):
+class NativeEngine:
     """Runs `memsafe_rl.rollout.native.running_batch.generate`; what lasts from call to call belongs to its scopes."""
 
     name = "native"
@@ -40,9 +40,18 @@ class NativeEngine(PlainEngine):
     def check(self, settings: SamplingSettings) -> None:
         """Finds nothing to refuse: this engine has every setting."""
 
+    def synchronise(self, version: int) -> None:
+        """Does nothing: the weights are the trained ones."""
+
     def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
         """Opens a scope whose bytes for waiting caches the agent and all other roles share."""
         return opened(live_keys, lambda kept: partial(generate, self._adapter, kept=kept))
+
+    def release(self) -> None:
+        """Does nothing: every wave gives its bytes back."""
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 register_engine(Engine(NativeEngine.name, lambda context: NativeEngine(context.adapter)))

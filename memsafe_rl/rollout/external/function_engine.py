@@ -18,7 +18,7 @@ from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, Progress
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.rollout.native.running_batch import PlainEngine
+from memsafe_rl.rollout.native.running_batch import WholeEngine
 from memsafe_rl.rollout.native.sequences import checked_limits
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -115,7 +115,7 @@ def drawn_by_limit(
     return [completion for place in range(len(prompts)) for completion in found[place]]
 
 
-class ExternalEngine(PlainEngine, ABC):
+class ExternalEngine(WholeEngine, ABC):
     """An engine that draws completions whole, and keeps whatever cache it has itself."""
 
     _adapter: ModelAdapter
@@ -192,6 +192,9 @@ class FunctionEngine(ExternalEngine):
     def synchronise(self, version: int) -> None:
         """Has the engine take over weights that have moved."""
         self._synchronise(version)
+
+    def release(self) -> None:
+        """Does nothing: every call gives its bytes back."""
 
     def close(self) -> None:
         """Has the engine end whatever outlives a call, and forget which weights it has."""

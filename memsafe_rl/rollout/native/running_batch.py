@@ -380,30 +380,17 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
         kept.clear()
 
 
-class PlainEngine:
-    """An engine that draws with the trained weights themselves and holds nothing between two calls."""
+class WholeEngine:
+    """An engine that draws completions whole: this library has no cache of its to round or to keep between turns."""
 
     name: str
     generate: Any
-
-    @property
-    def cache_dtype(self) -> str | None:
-        """None: the cache, if there is one, has the element type of the weights."""
-        return None
+    cache_dtype: str | None = None
 
     def round_cache(self) -> None:
-        """Refuses: the engine keeps no keys and values of this library's."""
+        """Refuses: a cache, if there is one, is the engine's own."""
         raise refusal("engine/cache", engine=self.name)
 
-    def synchronise(self, version: int) -> None:
-        """Does nothing: the weights are the trained ones."""
-
     def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope in which the agent's turns leave nothing for later ones."""
+        """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""
         return opened(live_keys, lambda _: self.generate)
-
-    def release(self) -> None:
-        """Does nothing: every call gives its bytes back."""
-
-    def close(self) -> None:
-        """Does nothing."""
