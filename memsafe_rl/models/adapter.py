@@ -280,7 +280,8 @@ class ModelAdapter(ScoringAdapter, Protocol):
         packed: bool = False,
     ) -> list[MicroBatchGroup]:
         """Cuts rows by tokens; see `ScoringAdapter.micro_batches`."""
-        refusal.when(columns is not None, "columns/tokens", columns=columns)
+        if columns is not None:
+            raise refusal("columns/tokens", columns=columns)
         return token_micro_batches(self.work(trajectory, rows, packable=packed), tokens)
 
     @property

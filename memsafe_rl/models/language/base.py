@@ -216,10 +216,13 @@ class LanguageAdapter(ModelAdapter, ABC):
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
         """Runs the network over stored rows, packed, or padded on the right, where no action sees it."""
-        refusal.when(columns is not None, "columns/rows", columns=columns, kind=type(self.lm).__name__)
-        refusal.when(packed and not self.packs_prompts, "packed/rows", kind=type(self.lm).__name__)
+        if columns is not None:
+            raise refusal("columns/rows", columns=columns, kind=type(self.lm).__name__)
+        if packed and not self.packs_prompts:
+            raise refusal("packed/rows", kind=type(self.lm).__name__)
         for row, prompt in zip(rows, trajectory.condition_lengths(rows), strict=True):
-            unusable.when(prompt < 1, "prompt/empty", row=row)
+            if prompt < 1:
+                raise unusable("prompt/empty", row=row)
         tokens_M, lengths = trajectory.actions.take(rows).flat.to(self.device), trajectory.action_lengths(rows)
         with self.numerics():
             if self.path.route is Route.WHOLE and not packed:
