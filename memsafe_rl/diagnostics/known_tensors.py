@@ -117,10 +117,7 @@ def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
 
 
 def matching(span: tuple[int, int], configuration: Configuration) -> tuple[KnownTensor, ...]:
-    """Lists the tensors of a configuration that have the bytes of a request.
-
-    If no logits fit, batch or length is inferred: the last batch is smaller, and most sequences are shorter.
-    """
+    """Lists the tensors of a configuration that have the bytes of a request."""
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
     for kind, title, axes, note in _shapes(configuration):
@@ -131,7 +128,7 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
     found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
     if any(tensor.kind is Kind.LOGITS for tensor in found):
         return tuple(found)
-    return (*found, *_solved_logits(span, configuration))
+    return (*found, *_solved_logits(span, configuration))  # a last batch is smaller, most sequences are shorter
 
 
 def named_vocabularies(log: str) -> tuple[int, ...]:

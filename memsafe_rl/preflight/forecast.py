@@ -211,14 +211,10 @@ class _Network:
 
 @contextmanager
 def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
-    """Stands for a run's device; the budget is kept from the optimizer's state on, and before that nothing is refused.
-
-    Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
-    are put back: building a trainer seeds them.
-    """
-    loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)
+    """Stands for a run's device; the budget is kept from the optimizer's state on, before which nothing is refused."""
+    loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)  # the forecast says what came
     before = {told: told.disabled for told in map(logging.getLogger, loud)}
-    state = capture_random_state()
+    state = capture_random_state()  # building a trainer seeds generators
     for told in before:
         told.disabled = True
     try:

@@ -146,17 +146,14 @@ def widest_slices(
 
 
 def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
-    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most.
-
-    Of several, the first is one, for it leaves the gradients that the others meet, and so is each that is larger than
-    all before it, for an allocator keeps what it took for those; then come others, the first ones first.
-    """
+    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most."""
     if work.geometry.unit is not None:
         return list(range(len(work.row_tokens)))
     groups, chosen = _cut(work, plan), set(_telling(work, plan))
     if micro_batches > 1 and work.sources:
         chosen.add(0)
     elif micro_batches > 1:
+        # The first leaves the gradients that others meet; what is larger than all before finds too little cached.
         sizes = [slice_tokens(work, rows, packed=plan.pack_prompts) for rows in groups]
         chosen |= {number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)}
     if plan.pack_prompts and work.prompts and not work.sources:

@@ -505,17 +505,13 @@ def _later_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
 
 
 def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
-    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys.
-
-    All their tokens are one segment of queries, unless a window hides some of it from them: then each has a part of its
-    own, of the tokens and the keys that it does not hide altogether.
-    """
+    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys."""
     prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
     query, *held = inputs if shared.trunk is None else (inputs[0], *shared.trunk.held[call.layer])
     spans: list[tuple[slice, slice, int | None]] = []
     if window is None or window >= tokens + max(sum(tail) for tail in shared.tails):
         spans.append((slice(shared.first, shared.first + sum(tail.tokens for tail in shared.tails)), prompt, None))
-    else:
+    else:  # a part for each that sees it, of the tokens and the keys that the window does not hide altogether
         start = shared.first
         for tail in shared.tails:
             near = window - 1 - tail.gap  # keys that its first query sees

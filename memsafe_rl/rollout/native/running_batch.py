@@ -381,7 +381,7 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
 
 
 class WholeEngine:
-    """An engine that draws completions whole: no cache of this library's is there to be rounded or kept between turns."""
+    """An engine that draws completions whole: this library has no cache of it to round or to keep between turns."""
 
     name: str
     generate: Any
