@@ -88,10 +88,15 @@ def run_figures(
 
 def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
     """Gives the peaks of one step by phase."""
+    return by_phase(record, "_peak_bytes")
+
+
+def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
+    """Gives a count of one step's bytes by phase, such as "_reserved_bytes"."""
     found = {
-        name.removeprefix("memory/").removesuffix("_peak_bytes"): number(value)
+        name.removeprefix("memory/").removesuffix(count): number(value)
         for name, value in record.items()
-        if name.startswith("memory/") and name.endswith("_peak_bytes")
+        if name.startswith("memory/") and name.endswith(count)
     }
     return {name: int(value) for name, value in found.items() if value is not None}
 
