@@ -99,17 +99,13 @@ class KnownTensor:
 
 
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
-    """Bounds the bytes of the tensor that a printed request was for.
-
-    Caching allocators print what they request from the driver: 2 MiB for a tensor of up to 1 MiB, 20 MiB for one of up
-    to 10 MiB, and above that the next multiple of 2 MiB.
-    """
+    """Bounds the bytes of the tensor that a printed request was for, ``rounded_up`` as it is asked of the driver."""
     low, high = requested.count - requested.slack, requested.count + requested.slack
     if not rounded_up:
         return low, high
-    if high <= _PIECE_BYTES:
+    if high <= _PIECE_BYTES:  # as for any tensor of up to 1 MiB
         return 1, high
-    if low <= 10 * _PIECE_BYTES <= high:
+    if low <= 10 * _PIECE_BYTES <= high:  # as for any of up to 10 MiB; above that the next multiple of a piece
         return _MIB + 1, high
     fewest, most = -(-low // _PIECE_BYTES) * _PIECE_BYTES, high // _PIECE_BYTES * _PIECE_BYTES
     # Other versions rounded differently: if no multiple prints as the message does, allow one piece less.

@@ -95,16 +95,13 @@ def largest_slices(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int,
 
 
 def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:
-    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts.
-
-    Where a rollout serves several steps, rows are shuffled, and how many of a step share a prompt is chance; but the
-    shuffles follow from the run's seed, so that its own can be compared.
-    """
+    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts."""
     config, learner = setup.config, Learner(setup)
     if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
         rows: Sequence[int] = range(0, config.step_rows, config.world_size)
         return [Step(rows, learner.work(trajectory, rows))]
     found: dict[object, Step] = {}
+    # How many rows of a step share a prompt is chance where they are shuffled, but follows from the run's seed.
     for cursor in islice(_cursors(setup, rollout), _STEPS):
         rows = _rows(setup, cursor)[:: config.world_size]
         work = learner.work(trajectory, rows)
