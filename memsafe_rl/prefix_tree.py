@@ -42,10 +42,7 @@ class Node:
 
 
 def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
-    """Gives each row's place in depth-first order, and the tokens (on the host) that it shares with the one before.
-
-    Stretches of fewer than `LEAST_SHARED` tokens, or beyond `MOST_LEVELS` others, count as not shared.
-    """
+    """Gives each row's place in depth-first order, and the tokens (on the host) that it shares with the one before."""
     tokens = [row.numpy() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: tokens[row].astype(">i8").tobytes())
     shared = [0] * len(rows)
@@ -62,7 +59,7 @@ def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
         depth = min(shared[first + 1 : last])
         forks = [place for place in range(first + 1, last) if shared[place] == depth]
         begins = depth - above >= LEAST_SHARED and level < MOST_LEVELS
-        kept = depth if begins else above
+        kept = depth if begins else above  # what begins no stretch counts as not shared
         for place in forks:
             shared[place] = kept
         bounds = [first, *forks, last]

@@ -124,10 +124,7 @@ class RecordLog(Sequence[Record]):
             self._waiting.clear()
 
     def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
-        """Goes on in a file, after what stands there; records that no file holds yet move into it.
-
-        The log then begins with the records of the run's lineage, if one is given, up to the step where it resumes.
-        """
+        """Goes on in a file, behind what the run's lineage wrote up to ``step``; records without a file move there."""
         with self._lock:
             if self._path is not None:
                 self._flush()  # to where the file is now, if the run that it was of has been moved aside

@@ -227,10 +227,7 @@ def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
 
 
 def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
-    """Cuts rows into slices, in groups whose prompts an encoder reads together before their slices are run.
-
-    Rows that share a prompt are in one group, so that it is read once. Without an encoder there is one group.
-    """
+    """Cuts rows into slices, in groups whose prompts an encoder reads once before their slices; without one, in one."""
     if not work.sources:
         slices = cut_work(work, budget, packed=packed)
         return [slices] if slices else []
@@ -254,10 +251,7 @@ def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
 
 
 def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
-    """Cuts rows × columns into rectangles, whole columns first, so that a column's rows stay together where they fit.
-
-    Rectangles are of like size: 7 rows of which 6 would fit are cut into 4 and 3.
-    """
+    """Cuts rows × columns into rectangles of like size, whole columns first: 7 rows where 6 fit become 4 and 3."""
     if rows == 0:
         return []
     columns_at_once = max(1, budget // rows)

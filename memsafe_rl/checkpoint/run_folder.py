@@ -81,10 +81,7 @@ class RunFolder:
 
 
 def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = False, own: str = "") -> RunFolder:
-    """Takes a folder for a run, and moves an earlier run's files aside where that loses nothing.
-
-    One that left checkpoints or weights is moved only with ``overwrite``, or if it is the same trainer's ``own``.
-    """
+    """Takes a folder for a run; an earlier run's weights move aside only with ``overwrite`` or if they are ``own``."""
     lock = _lock(path)
     try:
         _clean(path)

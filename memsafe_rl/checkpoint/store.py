@@ -294,10 +294,7 @@ def load_trajectory(folder: Path) -> Trajectory | None:
 
 
 def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
-    """Finds the checkpoint to resume from, and compares its files with what was written.
-
-    ``wanted`` is a folder; True for the newest sound one of the run in `output_dir`; "auto" for that one, or None.
-    """
+    """Finds a sound checkpoint: ``wanted`` is a folder, True for the run's newest, or "auto" for that one or None."""
     refusal.when(not isinstance(wanted, (bool, str, Path)), "resume_from_checkpoint/kind", wanted=wanted)
     if not isinstance(wanted, bool) and str(wanted).lower() not in ("true", "auto"):
         return _named(Path(wanted))

@@ -35,10 +35,7 @@ Weights = Mapping[str, Tensor]
 
 
 def write_weights(model: Any, tokenizer: Any, folder: Path, weights: Weights | None = None) -> None:
-    """Writes a model (its adapter only, when it has one) and its tokenizer.
-
-    ``weights`` are copies, as `saved_weights` names them, so that the model itself may move on.
-    """
+    """Writes a model, of an adapted one its adapter, and its tokenizer; ``weights`` are copies by `saved_weights`."""
     if isinstance(model, PeftModel):
         model.save_pretrained(folder, selected_adapters=[model.active_adapter], state_dict=weights)
     elif isinstance(model, PreTrainedModel):

@@ -84,13 +84,10 @@ def _table(settings: Iterable[Setting]) -> Table:
     for one in settings:
         text = Text(one.help)
         if one.default not in (None, ()):
-            text.append(f" [default: {_shown(one.default)}]", style="dim")
+            shown = str(one.default).lower() if isinstance(one.default, bool) else one.default
+            text.append(f" [default: {shown}]", style="dim")
         table.add_row(f"--{one.name.replace('_', '-')}", text)
     return table
-
-
-def _shown(default: Any) -> str:
-    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 DIFFERENT, MISUSED, INTERRUPTED = 1, 2, 130
@@ -119,7 +116,6 @@ class Commands(TyperGroup):
 app = typer.Typer(
     name="memsafe-rl",
     cls=Commands,
-    help="Train models with GRPO and PPO within a memory budget, without changing the mathematics.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -336,8 +332,7 @@ def doctor(
     """
     with plain_errors():
         words = files or []
-        if words and (words[0] != "accelerate" or len(words) != 2):
-            raise refusal("doctor", words=" ".join(words))
+        refusal.when(words and (words[0] != "accelerate" or len(words) != 2), "doctor", words=" ".join(words))
         module = command("doctor")
         found = module.examine(words[1] if words else None, config, script, expect or [])
         tell(module, as_json, found)

@@ -118,8 +118,7 @@ def check_quantization(given: Any, peft: Any) -> None:
 def require(request: RunRequest) -> None:
     """Refuses a request that lacks what every run needs."""
     for name in ("model", "reward_funcs"):
-        if not request.run.get(name):
-            raise refusal("missing", name=name, flag=name.replace("_", "-"))
+        refusal.when(not request.run.get(name), "missing", name=name, flag=name.replace("_", "-"))
     check_quantization(request.run.get("quantization"), request.run.get("peft"))
     _check_files(request)
 
@@ -130,8 +129,7 @@ def _check_files(request: RunRequest) -> None:
         source = request.run.get(name)
         if source is None or (path := Path(source).expanduser()).is_dir():
             continue
-        if not path.is_file():
-            raise unusable("dataset/file", what=name.replace("_", " "), source=source)
+        unusable.when(not path.is_file(), "dataset/file", what=name.replace("_", " "), source=source)
         if path.suffix not in FILE_TYPES:
             raise unusable("dataset/type", name=name, source=source, known=", ".join(FILE_TYPES))
     resume = request.settings.get("resume_from_checkpoint")
@@ -172,8 +170,7 @@ class _RunFileLoader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             name = str(key.value).replace("-", "_")
-            if name in seen and name != "<<":
-                raise refusal("run_file/twice", name=name, line=key.start_mark.line + 1)
+            refusal.when(name in seen and name != "<<", "run_file/twice", name=name, line=key.start_mark.line + 1)
             seen.add(name)
         return super().construct_mapping(node, deep)
 

@@ -71,13 +71,11 @@ def explain(source: str, config: str | None, dtype: str | None, sizes: Mapping[s
 def _configuration(config: str | None, dtype: str | None, sizes: Mapping[str, int | None]) -> Configuration:
     given: dict[str, Any] = {name: value for name, value in sizes.items() if value is not None}
     for name, value in given.items():
-        if value < 1:
-            raise refusal("size", name=name.replace("_", "-"), value=value)
+        refusal.when(value < 1, "size", name=name.replace("_", "-"), value=value)
     given |= {name: (given[name],) for name in ("batch", "seq_len") if name in given}
     known = Configuration() if config is None else _read_configuration(Path(config))
     if dtype is not None:
-        if _SHORT.get(dtype, dtype) not in DTYPES:
-            raise refusal("dtype", dtype=dtype, known=", ".join((*DTYPES, *_SHORT)))
+        refusal.when(_SHORT.get(dtype, dtype) not in DTYPES, "dtype", dtype=dtype, known=", ".join((*DTYPES, *_SHORT)))
         given["dtypes"] = DTYPES[_SHORT.get(dtype, dtype)]
     return replace(known, **given)
 

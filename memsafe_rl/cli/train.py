@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable
 from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank, refusal, unusable
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.config.declaring import unknown
+from memsafe_rl.config.declaring import check_known, unknown
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.hub import places_for
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -159,10 +159,7 @@ def adapter(given: Any) -> LoraConfig | None:
     if given is None:
         return None
     if isinstance(given, Mapping):
-        names = [field.name for field in fields(LoraConfig)]
-        for name in given:
-            if name not in names:
-                raise unknown(name, names, "field of peft")
+        check_known(given, [field.name for field in fields(LoraConfig)], "field of peft")
         return LoraConfig(**({"task_type": "CAUSAL_LM"} | dict(given)))
     r = lora_rank(str(given))
     return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -174,10 +171,7 @@ def quantization(given: Any, *, bf16: bool, sharded: bool = False) -> BitsAndByt
         return None
     refusal.when(importlib.util.find_spec("bitsandbytes") is None, "quantization/bitsandbytes", given=given)
     if isinstance(given, Mapping):
-        names = list(inspect.signature(BitsAndBytesConfig).parameters)
-        for name in given:
-            if name not in names:
-                raise unknown(name, names, "field of quantization")
+        check_known(given, inspect.signature(BitsAndBytesConfig).parameters, "field of quantization")
         return BitsAndBytesConfig(**given)
     check_quantization(given, "lora")
     if given == "8bit":

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from memsafe_rl.config import refusal
-from memsafe_rl.config.declaring import Setting, check_band, check_choice, declare, read, setting, unknown
+from memsafe_rl.config.declaring import Setting, check_band, check_choice, check_known, declare, read, setting
 
 rule = partial(setting, none="no alarm", positional=True)
 
@@ -38,9 +38,8 @@ ALARMS = tuple(AlarmRules.declared)
 def read_rules(given: Mapping[str, Any] | None, *, has_reference: bool) -> AlarmRules:
     """Reads the setting `alarms`."""
     limits: dict[str, Any] = {}
+    check_known(given or (), ALARMS, "alarm")
     for name, value in (given or {}).items():
-        if name not in ALARMS:
-            raise unknown(name, ALARMS, "alarm")
         told = f"alarms['{name}']"
         limits[name] = limit = AlarmRules.declared[name].read(None if value is False else value, told)
         if name == "kl":
@@ -69,9 +68,7 @@ def read_kl_stop(given: Any) -> KLStop | None:
     if given is None:
         return None
     parts: dict[str, Any] = dict(given) if isinstance(given, dict) else {"target": given}
-    for key in parts:
-        if key not in ("target", "unit", "estimator"):
-            raise unknown(key, ("target", "unit", "estimator"), "key of kl_stop")
+    check_known(parts, ("target", "unit", "estimator"), "key of kl_stop")
     refusal.when("target" not in parts, "kl_stop/target", given=given)
     rule = KLStop(**{**parts, "target": read("kl_stop", parts["target"], float)})
     refusal.when(not rule.target > 0, "kl_stop/bound", rule=rule)

@@ -180,6 +180,13 @@ def unknown(name: object, names: Iterable[str], what: str = "setting", *, also: 
     return ConfigError(f"There is no {what} {name!r}.{hint}")
 
 
+def check_known(given: Iterable[Any], known: Collection[str], what: str) -> None:
+    """Refuses the first name that is not known."""
+    for name in given:
+        if name not in known:
+            raise unknown(name, known, what)
+
+
 _Class = TypeVar("_Class", bound=type)
 
 Resume = Literal["must agree", "may change"]

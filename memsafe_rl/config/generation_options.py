@@ -26,10 +26,7 @@ Reader = Callable[[str, Any], Any]
 
 
 def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[str, Any]:
-    """Turns keys of transformers' `GenerationConfig` into fields of `SamplingSettings`.
-
-    A key that is None or missing is taken from the model's own generation config, as TRL's `generate` does it.
-    """
+    """Turns keys of `GenerationConfig` into fields; one that is None or missing is the model's own, as in TRL."""
     known = admit(given, [*OPTIONS, *APART, *HARMLESS], REFUSED_OPTIONS, "key of generation_kwargs")
     fields: dict[str, Any] = {}
     for key, read_option in OPTIONS.items():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from memsafe_rl.config import refusal
-from memsafe_rl.config.declaring import Setting, check_band, declare, setting, unknown
+from memsafe_rl.config.declaring import Setting, check_band, check_known, declare, setting
 
 _BOUNDS_SPAN = 10.0  # without bounds, a steered beta stays within this factor of its first value, up or down
 _BANDS = {"kl_band": ("nats per token", "[0.02, 0.06]"), "beta_bounds": ("nats", "[0.01, 1.0]")}
@@ -46,8 +46,7 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
     """Reads the setting `objectives`."""
     if given is None:
         return ()
-    if not given:
-        raise refusal("objectives/none", given=dict(given))
+    refusal.when(not given, "objectives/none", given=dict(given))
     objectives = tuple(_read_objective(name, settings, beta) for name, settings in given.items())
     seen: dict[frozenset[str], str] = {}
     for objective in objectives:
@@ -60,15 +59,12 @@ def read_objectives(given: Mapping[str, Any] | None, *, beta: float) -> tuple[Ob
 
 def _read_objective(name: str, given: Any, beta: float) -> Objective:
     told = f"objectives[{name!r}]"
-    if not isinstance(name, str) or not name.strip() or "/" in name:
-        raise refusal("objectives/name", told=told)
-    if isinstance(given, Objective):
-        raise refusal("objectives/object", told=told, kind=type(given).__name__)
+    refusal.when(not isinstance(name, str) or not name.strip() or "/" in name, "objectives/name", told=told)
+    refusal.when(isinstance(given, Objective), "objectives/object", told=told, kind=type(given).__name__)
     refusal.when(not isinstance(given, Mapping), "objectives/mapping", told=told, given=given)
     settings: dict[str, Any] = {"beta": beta}
+    check_known(given, Objective.declared, f"key of {told}")
     for key, value in given.items():
-        if key not in Objective.declared:
-            raise unknown(key, Objective.declared, f"key of {told}")
         place = f"{told}['{key}']"
         settings[key] = part = Objective.declared[key].read(value, place)
         if key in _BANDS:
@@ -98,9 +94,7 @@ def _check_beta(told: str, objective: Objective) -> None:
 def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) -> None:
     """Refuses objectives whose reward functions are not there, and reward functions that no objective has."""
     for objective in objectives:
-        for reward in objective.rewards:
-            if reward not in names:
-                raise unknown(reward, tuple(names), f"reward function of objectives[{objective.name!r}]")
+        check_known(objective.rewards, names, f"reward function of objectives[{objective.name!r}]")
     used = {reward for objective in objectives for reward in objective.rewards}
     unused = [name for name in names if name not in used]
     if objectives and unused:

@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from transformers.utils import logging as transformers_logging
 
 from memsafe_rl.config import refusal
-from memsafe_rl.config.declaring import check_choice, read, unknown
+from memsafe_rl.config.declaring import check_choice, check_known, read
 from memsafe_rl.config.degradation import LOSSY_REMEDIES
 from memsafe_rl.config.generation_options import check_generation
 from memsafe_rl.config.settings import OPTIMIZER_ARGUMENTS
@@ -132,8 +132,7 @@ def _fill_evaluation(config: TrainerConfig) -> None:
         if steps is not None and steps > 1 and not float(steps).is_integer():
             raise refusal("steps/whole", name=name, steps=steps)
     for k in config.eval_pass_at or ():
-        if not 1 <= k <= config.eval_generations:
-            raise refusal("eval_pass_at", k=k, config=config, least=max(1, k))
+        refusal.when(not 1 <= k <= config.eval_generations, "eval_pass_at", k=k, config=config, least=max(1, k))
     if config.metric_for_best_model is None and (config.load_best_model_at_end or config.save_strategy == "best"):
         config.fill("metric_for_best_model", "reward")
     if config.metric_for_best_model is not None and config.greater_is_better is None:
@@ -306,9 +305,8 @@ def _check_checkpointing(config: TrainerConfig) -> None:
         "every_n_layers": "the plan recomputes all blocks or none, and cuts micro-batches to fit beside either",
     }
     given = config.gradient_checkpointing_kwargs or {}
+    check_known(given, kinds, "key of gradient_checkpointing_kwargs")
     for key, value in given.items():
-        if key not in kinds:
-            raise unknown(key, kinds, "key of gradient_checkpointing_kwargs")
         found = read(f"{key} of gradient_checkpointing_kwargs", value, kinds[key])
         refusal.when(key == "every_n_layers" and found < 1, "every_n_layers", found=found)
         if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):

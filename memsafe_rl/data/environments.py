@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import call
 from typing import Any
 
 import torch
@@ -37,11 +38,6 @@ EnvironmentFactory = Callable[[], Any]
 
 ENVIRONMENTS = "environments"
 """What reward functions know the environments of their completions by."""
-
-
-def once(function: Callable[..., Any], *values: Any) -> Any:
-    """Runs a function without a guard."""
-    return function(*values)
 
 
 class EnvironmentReward:
@@ -110,7 +106,7 @@ class EnvironmentPool:
         self.latest: list[Any] | None = None  # those of the latest rollout's rows, as the user made them
         for environment in probed:
             if schemas := tool_schemas(environment.tools):
-                check_tools(Chat(tokenizer, config.chat_template_kwargs, reader.contexts(once)), schemas)
+                check_tools(Chat(tokenizer, config.chat_template_kwargs, reader.contexts(call)), schemas)
         kinds = dict.fromkeys(type(own) for own in map(_own, probed) if judge_of(own) is not None)
         self.rewards = [EnvironmentReward(kind, self.caller) for kind in kinds]
         self.has_environments = environment_factory is not None

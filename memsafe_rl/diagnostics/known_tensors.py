@@ -99,17 +99,13 @@ class KnownTensor:
 
 
 def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
-    """Bounds the bytes of the tensor that a printed request was for.
-
-    Caching allocators print what they request from the driver: 2 MiB for a tensor of up to 1 MiB, 20 MiB for one of up
-    to 10 MiB, and above that the next multiple of 2 MiB.
-    """
+    """Bounds the bytes of the tensor that a printed request was for, ``rounded_up`` as it is asked of the driver."""
     low, high = requested.count - requested.slack, requested.count + requested.slack
     if not rounded_up:
         return low, high
-    if high <= _PIECE_BYTES:
+    if high <= _PIECE_BYTES:  # as for any tensor of up to 1 MiB
         return 1, high
-    if low <= 10 * _PIECE_BYTES <= high:
+    if low <= 10 * _PIECE_BYTES <= high:  # as for any of up to 10 MiB; above that the next multiple of a piece
         return _MIB + 1, high
     fewest, most = -(-low // _PIECE_BYTES) * _PIECE_BYTES, high // _PIECE_BYTES * _PIECE_BYTES
     # Other versions rounded differently: if no multiple prints as the message does, allow one piece less.
@@ -117,10 +113,7 @@ def span_of(requested: Printed, *, rounded_up: bool) -> tuple[int, int]:
 
 
 def matching(span: tuple[int, int], configuration: Configuration) -> tuple[KnownTensor, ...]:
-    """Lists the tensors of a configuration that have the bytes of a request.
-
-    If no logits fit, batch or length is inferred: the last batch is smaller, and most sequences are shorter.
-    """
+    """Lists the tensors of a configuration that have the bytes of a request."""
     low, high = span
     fitting: dict[tuple[str, str], KnownTensor] = {}
     for kind, title, axes, note in _shapes(configuration):
@@ -131,7 +124,7 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
     found = sorted(fitting.values(), key=lambda tensor: list(Kind).index(tensor.kind))
     if any(tensor.kind is Kind.LOGITS for tensor in found):
         return tuple(found)
-    return (*found, *_solved_logits(span, configuration))
+    return (*found, *_solved_logits(span, configuration))  # a last batch is smaller, most sequences are shorter
 
 
 def named_vocabularies(log: str) -> tuple[int, ...]:

@@ -66,10 +66,7 @@ def compiled_blocks(network: nn.Module, mode: str) -> Iterator[None]:
 
 
 class Compiled:
-    """A function that is compiled once for tensors of any size, in each mode.
-
-    What cannot be compiled, or has more than `FORMS` forms, runs as it is from then on, which is logged once.
-    """
+    """A function compiled once a mode, for tensors of any size; what cannot be compiled runs as it is, and says so."""
 
     def __init__(
         self, function: Callable[..., Any], name: str, obstacle: str | None = None, *, in_one: bool = True

@@ -33,10 +33,7 @@ SCORE = "score"
 
 
 class ValueLayer(nn.Module):
-    """A linear map from a hidden state to one number, in float32 at least, that begins by saying 0 of everything.
-
-    Beginning at 0 draws no random number, and a critic that says nothing yet has advantages be the rewards themselves.
-    """
+    """A linear map, in float32 at least, to one number that is 0 at first, so that advantages begin as the rewards."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -160,11 +157,7 @@ class OwnModel(Critic):
 
 
 def critic_of(value_model: Any) -> Any:
-    """Gives a network that classifies sequences with one number, as TRL's PPO takes it, the form of a critic.
-
-    Its weights stay where they are, and its last layer is what the critic's head begins with; any other value is given
-    as it is.
-    """
+    """Gives a network that classifies sequences with one number a critic's form, and any other value as it is."""
     score = getattr(value_model, SCORE, None)
     if not isinstance(value_model, PreTrainedModel) or not isinstance(score, nn.Linear) or score.out_features != 1:
         return value_model

@@ -145,10 +145,7 @@ class HostWeights:
         self._at_rest = False
 
     def settle_on_host(self) -> None:
-        """Lays weights of blocks that are away down on the host, where the device has no room for all.
-
-        They can be moved from there; the blocks do not run before `place` has brought them back.
-        """
+        """Lays weights of blocks that are away down on the host as tensors that can move, until `place`."""
         self.release()
         for streamed in (self._blocks[index] for index in self._away):
             streamed.weights, streamed.copies = [], []
@@ -286,26 +283,20 @@ def _host_copies(frozen: Sequence[Tensor], before: Sequence[Tensor], device: tor
 
 
 def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Tensor:
-    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied.
-
-    Any other is its copy from then on, so that its own bytes are free before those that take its place come and go.
-    """
+    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied, else a copy."""
     storage = weight.untyped_storage()
     left = storage._cdata == waiting.untyped_storage()._cdata  # at a try that was refused
     if weight.device == device and storage.resizable() and not left:
         return weight.data
     del storage
-    weight.data = waiting
+    weight.data = waiting  # so that its own bytes are free before those that take their place come and go
     empty = torch.empty_like(waiting, device=device)
     empty.untyped_storage().resize_(0)
     return empty
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:
-    """Gives the matrices of a block that can leave: frozen, large enough, and alone in their storage.
-
-    Tables stay: T5's other blocks read the biases of the first.
-    """
+    """Gives a block's matrices that can leave: frozen, large, alone in their storage; tables, read by others, stay."""
     for module in block.modules():
         for weight in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
             storage = weight.untyped_storage()

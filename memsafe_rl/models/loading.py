@@ -199,8 +199,7 @@ def load_tokenizer(
     if isinstance(tokenizer, ProcessorMixin) or not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise refusal("processing_class", kind=type(tokenizer).__name__)
     if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise refusal("tokenizer/pad", name=name_of(model))
+        refusal.when(tokenizer.eos_token_id is None, "tokenizer/pad", name=name_of(model))
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "left"
     return tokenizer
@@ -221,8 +220,7 @@ def _refuse_contradictions(
 ) -> None:
     """Refuses what can be refused before anything is loaded."""
     _check_kind(model)
-    if not isinstance(model, str) and arguments:
-        raise refusal("arguments/loaded", arguments=", ".join(sorted(arguments)))
+    refusal.when(not isinstance(model, str) and arguments, "arguments/loaded", arguments=", ".join(sorted(arguments)))
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
         raise refusal("peft_config/kind", peft_config=peft_config, kind=type(peft_config).__name__)
     if isinstance(model, PeftModel):

@@ -199,10 +199,7 @@ def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def implementation(configs: Iterable[Any], name: str) -> Iterator[None]:
-    """Has networks take an attention implementation; each goes back to its own at the end.
-
-    One thread at a time: networks, and copies of one, may share a config.
-    """
+    """Has networks take an attention implementation meanwhile, in one thread at a time: copies may share a config."""
     # Not through the public setter, which writes to the configs of parts of the model too, and would not give back.
     with _switch, replaced([(config, "_attn_implementation_internal", name) for config in configs]):
         yield

@@ -31,11 +31,6 @@ def named_card(text: str) -> NamedCard | None:
     return None
 
 
-def card_names() -> list[str]:
-    """Gives the names of the cards that are known."""
-    return list(DATA_SHEETS["cards"])
-
-
 def read_card(text: str) -> NamedCard:
     """Reads a card's name or memory; a bare number is GiB, and a card sold as 24GB has 24 GiB."""
     card = named_card(text)
@@ -45,7 +40,7 @@ def read_card(text: str) -> NamedCard:
     try:
         size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
     except ConfigError as error:
-        raise ConfigError(f"--gpu: {error} Or name one of {', '.join(card_names())}.") from None
+        raise ConfigError(f"--gpu: {error} Or name one of {', '.join(DATA_SHEETS['cards'])}.") from None
     refusal.when(size < 2**20, "gpu", text=text)
     return NamedCard("", size)
 

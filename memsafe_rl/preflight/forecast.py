@@ -211,14 +211,10 @@ class _Network:
 
 @contextmanager
 def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
-    """Stands for a run's device; the budget is kept from the optimizer's state on, and before that nothing is refused.
-
-    Failed allocations are not logged, nor what the run will say: the forecast itself says what came. Random generators
-    are put back: building a trainer seeds them.
-    """
-    loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)
+    """Stands for a run's device; the budget is kept from the optimizer's state on, before which nothing is refused."""
+    loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)  # the forecast says what came
     before = {told: told.disabled for told in map(logging.getLogger, loud)}
-    state = capture_random_state()
+    state = capture_random_state()  # building a trainer seeds generators
     for told in before:
         told.disabled = True
     try:
@@ -329,8 +325,7 @@ def _declared_quantization(config: Any) -> Any:
     if declared is None:
         return None
     plain = declared if isinstance(declared, dict) else declared.to_dict()
-    if not plain.get("load_in_4bit"):
-        raise refusal("quantization/saved", method=plain.get("quant_method", "unknown"))
+    refusal.when(not plain.get("load_in_4bit"), "quantization/saved", method=plain.get("quant_method", "unknown"))
     known = inspect.signature(BitsAndBytesConfig).parameters
     return BitsAndBytesConfig(**{name: value for name, value in plain.items() if name in known})
 

@@ -81,15 +81,11 @@ def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
 
 
 def worst_trials(setup: TrainingSetup, among: Sequence[Candidate], *, grows: bool) -> list[Trial]:
-    """Chooses the rollouts and steps that the policy expects to hold most, the largest step last.
-
-    The first rollout is among them, for it is scored under no update's plan. Where the run grows, for its optimizer
-    makes its state in the first step, that rollout comes first, with that step alone.
-    """
+    """Chooses the rollouts and steps that the policy expects to hold most, the largest step last."""
     planned = [_Planned.of(setup, one) for one in among]
     if not grows:
         return _worst_of(planned, planned)
-    first, after = planned[0].parted(setup)
+    first, after = planned[0].parted(setup)  # the first step alone: the optimizer makes its state in it
     others = [one for one in (after, *planned[1:]) if one.steps]
     drawn = [one for one in others if one is not after or one.longest.rollout is None]
     return [*_worst_of([first], [first]), *(_worst_of(drawn, others) if others else [])]
@@ -102,7 +98,7 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     sizes = [step.sizes for _, step in steps]
     ranks = [[(one[kind], *one) for one in sizes] for kind in range(len(sizes[0]))]  # alike in one, all decide
     chosen = [steps[rank.index(max(rank))] for rank in ranks]
-    # The first one's tile is that of no plan, so that another may hold more in larger ones.
+    # The first one is scored too: its tile is that of no plan, so that another may hold more in larger ones.
     later = [one for one in drawn[1:] if one.largest.plan.logprob_tile > UpdatePlan.logprob_tile]
     later = nlargest(1, later, key=_sizes_in(Phase.SCORE))
     scored = [*drawn[:1], *widest, *later]

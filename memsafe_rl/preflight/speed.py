@@ -26,7 +26,7 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import DEVICE_OF, storages_of, tensors_in
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.preflight import refusal
-from memsafe_rl.preflight.cards import DATA_SHEETS, card_names, named_card
+from memsafe_rl.preflight.cards import DATA_SHEETS, named_card
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -147,10 +147,7 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
 def measured_speed(
     device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter
 ) -> DeviceSpeed:
-    """Times products of a type, copies and small kernels, once in a process; takes about two seconds.
-
-    The clock is another one than the wall's where a machine is busy with other work.
-    """
+    """Times products of a type, copies and small kernels, once a process, by a clock that other work does not move."""
     found = _measure(device, dtype, clock)
     clear_device_cache(garbage_collection=True)  # of bytes that the run would find reserved, and no forecast counts
     return found
@@ -228,7 +225,7 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
     """Estimates a card's speed for a type of products, as `cards.yaml` states shares of its data sheet's peaks."""
     card = named_card(name)
     if card is None:
-        raise refusal("card", name=name, names=", ".join(card_names()))
+        raise refusal("card", name=name, names=", ".join(DATA_SHEETS["cards"]))
     sheets = DATA_SHEETS
     sheet, assumed = sheets["cards"][card.name], sheets["assumed"]
     bus = assumed["bus_gigabytes_per_second"]

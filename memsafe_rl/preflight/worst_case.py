@@ -512,10 +512,7 @@ def _read_again(
 
 
 class _AtTheEnd:
-    """An adapter as a rollout sees it whose first decoding step is its last: the cache is widened before it.
-
-    Where nothing is read meanwhile, the cache is full before and grows a last time, beside random numbers drawn ahead.
-    """
+    """An adapter whose first decoding step is a rollout's last: its cache, if it decodes, grows a last time before."""
 
     def __init__(
         self,

@@ -70,10 +70,7 @@ class PlannedStep:
         return expected, held, *largest_slices(work, tokens, packed=packed), meeting, padded, blocks
 
     def _bytes_of(self, rows: Sequence[int], *, meets: bool) -> int:
-        """Estimates what a slice, or a group whose prompts are read together, holds beside the gradients of others.
-
-        The policy's own estimate joins a step's most tokens to its most completion tokens, which may be in two slices.
-        """
+        """Estimates what a slice or a group holds by its own tokens and actions, not the step's most of each."""
         work, packed = self.step.work, self.plan.pack_prompts
         if work.sources:
             row_tokens, action_tokens, sources = (
@@ -98,16 +95,13 @@ def largest_slices(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int,
 
 
 def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:
-    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts.
-
-    Where a rollout serves several steps, rows are shuffled, and how many of a step share a prompt is chance; but the
-    shuffles follow from the run's seed, so that its own can be compared.
-    """
+    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts."""
     config, learner = setup.config, Learner(setup)
     if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
         rows: Sequence[int] = range(0, config.step_rows, config.world_size)
         return [Step(rows, learner.work(trajectory, rows))]
     found: dict[object, Step] = {}
+    # How many rows of a step share a prompt is chance where they are shuffled, but follows from the run's seed.
     for cursor in islice(_cursors(setup, rollout), _STEPS):
         rows = _rows(setup, cursor)[:: config.world_size]
         work = learner.work(trajectory, rows)
@@ -149,17 +143,14 @@ def widest_slices(
 
 
 def tried_places(work: UpdateWork, plan: UpdatePlan, micro_batches: int) -> list[int]:
-    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most.
-
-    Of several, the first is one, for it leaves the gradients that the others meet, and so is each that is larger than
-    all before it, for an allocator keeps what it took for those; then come others, the first ones first.
-    """
+    """Chooses the rows of a step that are run in place of all: those of the micro-batches that may hold most."""
     if work.geometry.unit is not None:
         return list(range(len(work.row_tokens)))
     groups, chosen = _cut(work, plan), set(_telling(work, plan))
     if micro_batches > 1 and work.sources:
         chosen.add(0)
     elif micro_batches > 1:
+        # The first leaves the gradients that others meet; what is larger than all before finds too little cached.
         sizes = [slice_tokens(work, rows, packed=plan.pack_prompts) for rows in groups]
         chosen |= {number for number, size in enumerate(sizes) if size > max(sizes[:number], default=0)}
     if plan.pack_prompts and work.prompts and not work.sources:

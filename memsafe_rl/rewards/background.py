@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from memsafe_rl.errors import MemsafeError
@@ -157,13 +157,10 @@ class _Thread:
             for task in left - told:
                 task.cancel()
             told |= left
-            _raised_by(functools.partial(self._wait, left, seconds))
-
-    def _wait(self, tasks: Set[asyncio.Task[Any]], seconds: float) -> None:
-        self._loop.run_until_complete(asyncio.wait(tasks, timeout=seconds))
+            _raised_by(functools.partial(self._loop.run_until_complete, asyncio.wait(left, timeout=seconds)))
 
 
-def _raised_by(work: Callable[[], None]) -> BaseException | None:
+def _raised_by(work: Callable[[], object]) -> BaseException | None:
     """Runs a loop; gives what came out of it, as SystemExit and KeyboardInterrupt do from any of its tasks."""
     try:
         work()

@@ -255,8 +255,7 @@ def resolve_reward(name: str, settings: Mapping[str, Any] | None = None) -> Call
         made = found(**(settings or {}))
     except (TypeError, ValueError) as error:
         raise refusal("reward/settings", name=name, settings=dict(settings or {}), error=error) from error
-    if not callable(made):
-        raise refusal("reward/factory", name=name, settings=dict(settings or {}), made=made)
+    refusal.when(not callable(made), "reward/factory", name=name, settings=dict(settings or {}), made=made)
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from memsafe_rl.errors import first_line
@@ -118,7 +119,9 @@ class RewardModel:
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         fill = {"input_ids": self.tokenizer.pad_token_id, "token_type_ids": self.tokenizer.pad_token_type_id}
         inputs: dict[str, Any] = {
-            key: _pad_right(fields[key], fill.get(key, 0)).to(device) for key in _PADDED if key in fields
+            key: pad_sequence([*map(torch.tensor, fields[key])], True, fill.get(key, 0)).to(device)
+            for key in _PADDED
+            if key in fields
         }
         if self._may_cache:  # nobody reads on from these rows, and decoders would keep their keys and values
             inputs["use_cache"] = False
@@ -127,8 +130,3 @@ class RewardModel:
         if logits is None or logits.ndim != 2:
             raise unusable("model/logits", name=self.name, given="no logits" if logits is None else tuple(logits.shape))
         return logits[:, 0].float().cpu()
-
-
-def _pad_right(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])

@@ -102,12 +102,7 @@ def score_all(
     value_head: ValueHead | None = None,
     packed: bool | None = None,
 ) -> list[RowScores]:
-    """Scores the actions of any number of rows without gradient, in eval mode, a slice at a time.
-
-    A slice is what is repeated when memory runs out. Rows are packed behind one copy of each of their prompts where
-    that saves enough, unless ``packed`` says; where columns are scored one by one, those in which no row counts are
-    left out.
-    """
+    """Scores the actions of any rows without gradient, a slice at a time, packed where that saves enough or as told."""
 
     def score(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:
         least, shape = min(tile, plan.score_tokens), (micro.columns, micro.packed)

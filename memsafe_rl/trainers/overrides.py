@@ -30,11 +30,7 @@ _METADATA = frozenset({"_name", "_paper", "_tag_names", "_template_file", "_send
 
 
 def refuse_ignored(cls: type, ours: type) -> None:
-    """Refuses a subclass with a method that TRL's trainer would call and ours has no step for.
-
-    Raises:
-        TypeError: it has one; the message says what to do instead.
-    """
+    """Refuses, by a TypeError, a subclass with a method that TRL's trainer would call and ours has no step for."""
     for name in sorted((INSTEAD.keys() | (set(dir(Trainer)) - set(dir(ours)))) - _METADATA):
         own = inspect.getattr_static(cls, name, None)
         if own is not inspect.getattr_static(ours, name, None) and not isinstance(own, type):
@@ -50,9 +46,6 @@ def _replaces(trainer: Any, ours: type, name: str) -> bool:
 def hooks_of(trainer: Any, ours: type) -> Hooks:
     """Gives the loop those steps that a trainer's class does in its own way."""
     own = partial(_replaces, trainer, ours)
-
-    def create_both(max_steps: int) -> None:
-        trainer.create_optimizer_and_scheduler(max_steps)
 
     def made(name: str, given: Any, kept: str) -> Any:
         found = getattr(trainer, kept) if given is None else given
@@ -73,9 +66,9 @@ def hooks_of(trainer: Any, ours: type) -> Hooks:
     def save_model(folder: Path) -> None:
         trainer.save_model(str(folder), _internal_call=True)
 
-    optimizers = {"create_optimizer_and_scheduler": create_both, "create_optimizer": create_optimizer}
+    both = trainer.create_optimizer_and_scheduler if own("create_optimizer_and_scheduler") else None
     return Hooks(
-        create_optimizers=next((make for name, make in optimizers.items() if own(name)), None),
+        create_optimizers=both or (create_optimizer if own("create_optimizer") else None),
         create_scheduler=create_scheduler if own("create_scheduler") else build_scheduler,
         evaluate=trainer.evaluate if own("evaluate") else None,
         log=trainer.log if own("log") else None,

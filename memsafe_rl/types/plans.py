@@ -53,15 +53,7 @@ def whole_blocks(slots: int) -> int:
 
 
 def blocks_on_host(blocks: int, resident: int | None) -> frozenset[int]:
-    """Chooses the blocks whose frozen weights wait on the host: spread evenly, so that each copy can hide behind work.
-
-    Args:
-        blocks: how many there are.
-        resident: how many stay on the device; None for all.
-
-    Returns:
-        The indices of the others.
-    """
+    """Chooses which blocks' frozen weights wait on the host, spread evenly, so that each copy can hide behind work."""
     leaving = 0 if resident is None else max(0, blocks - resident)
     return frozenset((2 * place + 1) * blocks // (2 * leaving) for place in range(leaving))
 
@@ -77,10 +69,7 @@ class UnitBytes:
 
 
 def room_for_prompt(positions: int | None, new_tokens: int, *, encoded: bool) -> int | None:
-    """Counts the tokens of the longest prompt that a network accepts beside a completion; None if unbounded.
-
-    All positions where an encoder reads the prompts; 0 or less where the completion alone passes them.
-    """
+    """Counts the tokens of the longest prompt beside a completion; None if unbounded, 0 or less if there is no room."""
     if positions is None or (encoded and new_tokens <= positions):
         return positions
     return positions - new_tokens
@@ -130,17 +119,11 @@ class ModelGeometry:
         return 2 * self._slot_bytes * held
 
     def prompt_kv_bytes(self, tokens: int) -> int:
-        """Counts the key/value bytes of one prompt.
-
-        Where an encoder reads it, ``2 · e · L_dec · H_x · d_x · tokens`` and the decoder's start token.
-        """
+        """Counts a prompt's key/value bytes; where an encoder reads it, the cross-attention's and a start token's."""
         return self.kv_bytes(tokens) if self.source_bytes is None else self.source_bytes * tokens + self.kv_bytes(1)
 
     def frozen_bytes(self, resident: int | None) -> tuple[int, int]:
-        """Counts the frozen weights of blocks on the device: those that stay, and those there while their block runs.
-
-        Of the others, one block's weights are in use while the next one's arrive.
-        """
+        """Counts frozen weights of blocks on the device: those that stay, and two blocks' that come and go."""
         away = blocks_on_host(len(self.frozen_block_bytes), resident)
         stay = sum(size for place, size in enumerate(self.frozen_block_bytes) if place not in away)
         return stay, sum(sorted((self.frozen_block_bytes[place] for place in away), reverse=True)[:2])
@@ -150,11 +133,7 @@ class ModelGeometry:
         return prompt_tokens + new_tokens if self.source_bytes is None else max(prompt_tokens, new_tokens)
 
     def batch_kv_bytes(self, prompt_bytes: int, rows: int, new_tokens: int) -> int:
-        """Counts the key/value bytes of rows whose prompts are kept once, while one of the cache's tensors is moved.
-
-        Suffixes are moved where they grow, prompts where they are read in pieces or where others of theirs are given
-        up: of the one or the other, a tensor is there twice.
-        """
+        """Counts the key/value bytes of rows whose prompts are kept once; a tensor that is moved counts twice."""
         slots = whole_blocks(new_tokens)
         longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)
         growing = rows * self._slot_bytes * longest

@@ -186,10 +186,7 @@ def _activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, int, int
 
 
 def _sourced_activations(work: UpdateWork, plan: UpdatePlan) -> tuple[int, int, int, int]:
-    """The same where an encoder reads the prompts: what it keeps waits until the last slice of its group is done.
-
-    A row attends to its prompt by keys and values of its own in every layer of the decoder.
-    """
+    """The same where an encoder reads prompts: what it gave waits for the last slice of its group."""
     geometry = work.geometry
     slices = measure_sources(work, plan.micro_batch_tokens)
     block, width = block_activation_bytes(geometry), geometry.hidden_size * geometry.compute_bytes
@@ -327,11 +324,7 @@ def _sourced_score_parts(work: UpdateWork, plan: RolloutPlan, tile: int) -> Part
 
 
 def _unit_update_parts(work: UpdateWork, plan: UpdatePlan, unit: UnitBytes) -> Parts:
-    """Estimates an optimizer step of a network whose (row, column) pairs are run one by one.
-
-    Two moments compete: the beginning of a backward pass (all that the pairs keep) and the end of the last one (all
-    gradients).
-    """
+    """Estimates a step of (row, column) pairs run one by one, where its backwards begin and where the last one ends."""
     pairs, _, count, total = measure_slices(work, plan.micro_batch_tokens, packed=False)
     kept = min(unit.kept, unit.recomputed + unit.forward) if plan.checkpointing else unit.kept
     if plan.offload_activations:
@@ -449,10 +442,7 @@ def full_speed_tile(device: str, work: UpdateWork) -> int:
 
 
 def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: UpdatePlan) -> float:
-    """Compares an optimizer step with that of the fastest plan.
-
-    Micro-batches cost their tokens, padding and prompts that are run again included, and a fixed part each.
-    """
+    """Compares an optimizer step with the fastest plan's: all tokens that run, and a fixed part each micro-batch."""
     fixed = _update_share(device) * full_speed_tokens(device, work.geometry)
     # forward and backward bring the weights twice, and compute thrice as much as a forward
     brought = fixed + 2 / 3 * _bus_tokens(work.geometry, plan.resident_blocks)
@@ -500,10 +490,7 @@ def _bus_tokens(geometry: ModelGeometry, resident: int | None) -> float:
 
 
 def _run_tokens(work: UpdateWork, plan: UpdatePlan, fixed: float, reduced: float) -> float:
-    """Tokens of all micro-batches, a prompt that several of them need several times, and what each costs besides.
-
-    Adding up its gradients over ranks is part of it, or comes once.
-    """
+    """Tokens of all micro-batches, what each costs besides, and adding up gradients over ranks, each time or once."""
     slices = measure_slices(work, plan.micro_batch_tokens, packed=plan.pack_prompts)
     return slices.total + fixed * slices.number + reduced * (slices.number if plan.reduce_each else _REDUCE_ALONE)
 

@@ -411,11 +411,7 @@ def fastest_with_weights_away(
 
 
 def next_plan(plan: Plan, failure: MemoryFailure, fallbacks: Sequence[Fallback]) -> Plan | None:
-    """Goes down a ladder after a failure: as many fallbacks as the estimate asks for, at least one.
-
-    The next plan is the first whose estimate is a tenth below the failed one's and within what was free. Where no
-    fallback saves that much, the bottom of the ladder is the last thing to try.
-    """
+    """Goes down a ladder to a plan a tenth below the failed estimate and within what was free, else to the last."""
     lower = [replace(step, predicted_bytes={}) for step in walk(plan, failure.work, fallbacks)]
     if not lower:
         return None
@@ -464,11 +460,7 @@ def _tile(memory: MemoryState) -> int:
 
 
 def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
-    """Gives what a plan may be estimated to take: less than what failed, as long as that is known to fail again.
-
-    What failed in the forecast fails all run long. What failed in the run may have been chance: after some untroubled
-    steps as much is tried again, and after as many more twice as much.
-    """
+    """Gives what a plan may be estimated to take: less than what failed, as long as that is known to fail again."""
     alike = {Phase.ROLLOUT, Phase.EVALUATE} if phase is Phase.ROLLOUT else {phase}
     failures = [failure for failure in memory.failures if failure.phase in alike]
 
@@ -484,8 +476,9 @@ def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
 
     foreseen, own = least([one for one in failures if one.foreseen]), [one for one in failures if not one.foreseen]
     if not own:
-        return foreseen - 1
+        return foreseen - 1  # which fails all run long
     steps = {failure.step for failure in own}
     known = least([failure for failure in own if failure.step == max(steps)])
+    # It may have been chance: after some untroubled steps as much is tried again, after as many more twice as much.
     waits = max(0, memory.step - max(steps) - 1) // (_UNTROUBLED_STEPS * 2 ** (len(steps) - 1))
     return min(foreseen - 1, known - 1 if waits == 0 else known * 2 ** min(waits - 1, 64))

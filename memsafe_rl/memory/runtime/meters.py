@@ -130,10 +130,7 @@ class CudaMeter(_Undivided):
 
 
 class HostMeter(_Undivided):
-    """The resident size of this process, Python and mapped files included; its peak restarts on Linux only.
-
-    There is nothing to enforce a budget with: a limit of the operating system would kill rather than refuse.
-    """
+    """The resident size of this process, mapped files included; its peak restarts on Linux only."""
 
     is_exact = False
 
@@ -195,7 +192,7 @@ class HostMeter(_Undivided):
         return 0
 
     def enforce(self, budget_bytes: int) -> None:
-        """Does nothing: the plans keep the budget."""
+        """Does nothing: the plans keep the budget, and a limit of the operating system would kill, not refuse."""
 
     def release(self) -> None:
         """Does nothing: nothing was enforced."""

@@ -107,10 +107,7 @@ class Recovery:
         around: Around[Plan] = nullcontext,
         leave_round: Callable[[], None] | None = None,
     ) -> Attempts[Plan]:
-        """Begins a stage that a plan cuts; its units run again under ever leaner plans, each inside ``around``.
-
-        ``leave_round`` tells ranks that run the unit together of a failure, so that all of them run it again.
-        """
+        """Begins a stage of units that run again under leaner plans; ``leave_round`` has all ranks of a unit do so."""
         _check_allowed(stage, Retry.LEANER_PLAN)
         return Attempts(self, plan, work, around, leave_round)
 

@@ -185,10 +185,7 @@ class CountingAllocator(ByteCounter):
 
 
 def measured_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Counts what a CPU kernel holds besides arguments and result, by running it once on others of the same shapes.
-
-    Of very large arguments it is not run. A product of halves holds its result in float32 on processors without them.
-    """
+    """Counts what a CPU kernel holds besides arguments and result, by running it once on others of the same shapes."""
     given = tree_leaves((args, kwargs))
     if sum(one.numel() for one in given if isinstance(one, Tensor)) > _MOST_ELEMENTS or not compiler_available():
         return 0
@@ -202,7 +199,7 @@ def measured_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
                 )
                 count.restart(Held.HOST_PEAK)
                 _ = func(*args, **kwargs)
-                _INSIDE[key] = count.host_peak_bytes - count.host_live_bytes
+                _INSIDE[key] = count.host_peak_bytes - count.host_live_bytes  # a product of halves in float32, say
             finally:
                 count.mark_host(before)
     return _INSIDE[key]

@@ -14,7 +14,6 @@ Axes: ``B`` rows, ``H`` heads, ``N`` tokens, ``D`` width of what is normed or ro
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -144,7 +143,7 @@ def _rotated(values: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 @lru_cache
 def rotates_halves(function: Any) -> bool:
     """Tries a network's own function beside the short one: others turn neighbours, or a part of the width."""
-    if function is None or list(inspect.signature(function).parameters) != _PARAMETERS:
+    if function is None or list(signature(function).parameters) != _PARAMETERS:
         return False
     with unset_fake_temporarily(), host_memory(), torch.no_grad():
         q, k = (torch.linspace(-2.0, 3.0, 16).view(1, 2, 1, 8), torch.linspace(5.0, 1.0, 8).view(1, 1, 1, 8))

@@ -60,10 +60,7 @@ class Sight:
     first: int | None = None  # slot of the first query, where queries see what is not behind themselves; else None
 
     def of(self, queries: slice, slots: int, held: int, device: torch.device) -> Tensor | None:
-        """Gives what some queries see of the first slots, (B or 1, heads or 1, queries or 1, slots); None: all.
-
-        Slots that are not held fill up the last tile, and are seen by none.
-        """
+        """Gives which held slots some queries see, (B or 1, heads or 1, queries or 1, slots) bool; None: all."""
         seen = None
         if self.visible is not None:
             some = self.visible if self.visible.shape[2] == 1 else self.visible[:, :, queries]

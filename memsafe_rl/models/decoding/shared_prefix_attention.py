@@ -295,10 +295,7 @@ class Reading:
 
     @_once
     def _hidden_keys(self, segment: Segment, layer: int) -> Tensor | None:
-        """Gives the keys that tokens must not see, (rows, N, K) bool; None if none.
-
-        Hidden is what lies outside of prompt, suffix, past or window.
-        """
+        """Gives the keys outside of prompt, suffix, past or window, (rows, N, K) bool; None if none."""
         state, block, window = self.state, segment.block, self.state.windows[layer]
         lengths = [state.lengths[row] for row in segment.rows]
         prompts = list(map(attrgetter("base"), state.origins[segment.rows.start : segment.rows.stop]))
@@ -339,10 +336,7 @@ class Reading:
 
     @_once
     def _biased(self, segment: Segment, layer: int, module: nn.Module, by_place: int = 0) -> Tensor:
-        """Gives what T5 adds to scores, (rows or 1, H × R, N, K): a number for each distance.
-
-        Keys lie in the order of their tokens, in so many slots, where a number of slots ``by_place`` is given.
-        """
+        """Gives what T5 adds to scores, (rows or 1, H × R, N, K), for keys in order or in ``by_place`` slots."""
         farthest = max(self.state.positions) + self.tokens
         if not by_place and self._is_plain(segment, layer):  # keys lie in the order of their tokens, the last nearest
             table_1HNW = self._bias_table(module, farthest)
@@ -363,13 +357,10 @@ class Reading:
         return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
 
     def _bias_table(self, module: Any, farthest: int) -> Tensor:
-        """Gives the network's own table of distances of a last token to all before, (1, H × R, 1, W), the nearest last.
-
-        Made for more tokens than there are, and then for as many more, since each step asks for one more of them.
-        """
+        """Gives the network's table of distances of a last token to all before, (1, H × R, 1, W), the nearest last."""
         table = self.state.constants.get(id(module))
         if table is None or table.shape[3] < farthest:
-            most = whole_blocks(2 * farthest)
+            most = whole_blocks(2 * farthest)  # each step asks for one more
             table = type(module).compute_bias(module, 1, most, device=self.state.device, past_seen_tokens=most - 1)
             self.state.constants[id(module)] = table
         return cast(Tensor, table)
@@ -386,10 +377,7 @@ class Reading:
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Whether there is a kernel that keeps scores to itself and gives their log-sum-exp.
-
-    In half precision there is none: rows that are read again must get the bits that they had.
-    """
+    """Whether a kernel gives log-sum-exps too; not in half precision, where rows read again must get the same bits."""
     kinds = {query.dtype, key.dtype, value.dtype}
     alike = query.shape[-1] == key.shape[-1] == value.shape[-1]
     alike = alike and kinds in ({torch.float32}, {torch.float64})
@@ -409,10 +397,7 @@ def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _merged(out: Tensor, *others: Tensor) -> Tensor:
-    """Merges attention over prompts and over suffixes, ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``; (B, N, H × R, D).
-
-    The outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) of both; one output alone is whole already.
-    """
+    """Merges attention over prompts and suffixes: ``o = o_p + sigmoid(L_s - L_p) (o_s - o_p)``, (B, N, H × R, D)."""
     if others:
         lse, own_out, own_lse = others
         out = torch.lerp(out, own_out, torch.sigmoid(own_lse - lse).to(out.dtype))

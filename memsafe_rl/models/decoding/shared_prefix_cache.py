@@ -114,11 +114,6 @@ class RowCache:
         """Bytes of its own, without its prompt's."""
         return sum(part.nbytes for part in (*self.keys, *self.values))
 
-    def goes_back_to(self, tokens: int, windows: Sequence[int | None]) -> bool:
-        """Tells whether it could be read on from an earlier token."""
-        moved_on = any(window is not None and self.tokens >= window for window in windows)
-        return tokens == self.tokens or not moved_on
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -363,10 +358,7 @@ class SharedPrefixState:
             self._segments = None
 
     def _refill(self, sources: Sequence[SharedPrefixState | RowCache], index: Tensor | None = None) -> None:
-        """Moves suffixes, one behind the other, or some rows of one state, to stores of this state's size.
-
-        A layer at a time, keys before values: no more is ever there twice.
-        """
+        """Moves suffixes to stores of this state's size, tensor by tensor: no more is ever there twice."""
         with charge(Component.KV_CACHE):
             for name in ("keys", "values"):
                 stores: list[list[Tensor]] = [getattr(source, name) for source in sources]

@@ -265,10 +265,7 @@ class DiffusionAdapter(StepNetwork):
             yield self
 
     def check(self) -> None:
-        """Denoises states together and alone, which must come to the same: chains are cut into micro-batches.
-
-        It also measures what a pair holds, so that nothing has to be measured where memory may run out.
-        """
+        """Denoises states together and alone, which must agree, and measures what a pair holds while there is room."""
         _, apart = self.together_and_alone()
         refusal.when(apart > (_APART if self.width >= 4 else _APART_NARROW), "denoiser/alone", apart=apart)
         if any(weight.requires_grad for weight in self.model.parameters()) and not self.carries_gradient():

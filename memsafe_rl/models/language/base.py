@@ -184,10 +184,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Sizes from which bytes are counted; a reference copy's weights are part of ``parameter_bytes``.
-
-        Read once, since it walks every module; call `reread` after adding or freezing weights.
-        """
+        """Sizes from which bytes are counted, a reference copy's weights included; read once, until `reread`."""
         key = self.slot_bytes, autocast_bytes(self.device), self.joins, self.in_8_bits
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
@@ -218,10 +215,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     def distribution(
         self, trajectory: Trajectory, rows: Sequence[int], columns: Sequence[int] | None = None, *, packed: bool = False
     ) -> TokenDistribution:
-        """Runs the network over stored rows, up to its output head; no tensor value is read.
-
-        Rows are padded on the right, where no completion token can see the padding, or packed, without any padding.
-        """
+        """Runs the network over stored rows, packed, or padded on the right, where no action sees it."""
         if columns is not None:
             raise refusal("columns/rows", columns=columns, kind=type(self.lm).__name__)
         if packed and not self.packs_prompts:
@@ -241,11 +235,7 @@ class LanguageAdapter(ModelAdapter, ABC):
     def decode_plainly(
         self, ids_BL: Tensor, choose: Choose, *, prompt_tokens: int, max_new_tokens: int, cached: bool
     ) -> None:
-        """Runs transformers' `generate`, with tokens chosen by the caller in place of its own search.
-
-        Rows have one length, so the network's padding does not matter. Rows that have ended are still read until
-        the last one ends, as `generate` has it. The model's own generation config is put aside meanwhile.
-        """
+        """Runs transformers' `generate` on rows of one length, with tokens that the caller chooses."""
         ended_B = torch.zeros(len(ids_BL), dtype=torch.bool, device=ids_BL.device)
 
         def leave_no_choice(_ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
@@ -322,10 +312,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:
-        """Gives the reference: the frozen copy, else the PEFT adapter named "ref", else the base with adapters off.
-
-        What PEFT changes on the way (active adapter, ``requires_grad``) is as before afterwards, after an error too.
-        """
+        """Gives the frozen copy, else the PEFT adapter "ref", else the base, and takes back what PEFT changed."""
         if self.reference_adapter is not None:
             yield self.reference_adapter
             return

@@ -160,13 +160,10 @@ class CausalLMAdapter(LanguageAdapter):
 
     @contextmanager
     def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
-        """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there.
-
-        Where every row has the bits that it would have alone, what follows reads it for itself.
-        """
+        """Reads once what all of some rows share and is not read yet; what follows leaves its gradients there."""
         with self.numerics():
             apart = FIXED_TILES.get()
-        if apart:
+        if apart:  # a row that has the bits that it would have alone reads all of it for itself
             yield
             return
         images = dict(zip(rows, self._images(trajectory, rows), strict=True))

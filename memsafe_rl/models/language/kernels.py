@@ -83,10 +83,7 @@ def target_of(tensor: Tensor) -> Target:
 
 
 class Part(NamedTuple):
-    """One part of a softmax: queries (S, H, W, D) over keys (S, K, U, D) and values (S, K, U, D).
-
-    Every query sees a key at least.
-    """
+    """One part of a softmax: queries (S, H, W, D), each of which sees a key, over keys and values (S, K, U, D)."""
 
     query: Tensor
     key: Tensor
@@ -313,10 +310,7 @@ def _scores(part: Part) -> tuple[Tensor, Tensor | float]:
 
 
 def _sight(part: Part) -> tuple[bool, Tensor | None]:
-    """Gives whether a kernel's own causality says who sees whom, else a mask (S, H, W, U) if one is needed.
-
-    Causality counts from the first key: in a square all kernels agree on that, elsewhere they do not.
-    """
+    """Gives whether causality from the first key on, the kernel's own, says who sees whom, else a mask (S, H, W, U)."""
     if part.is_plain:
         return part.first is not None, None
     hidden = part.hidden()

@@ -169,10 +169,7 @@ def pack_rows(
     trunks: Sequence[Trunk] = (),
     images: Mapping[int, Sequence[slice]] = MappingProxyType({}),
 ) -> PackedRows:
-    """Lays rows out behind one copy of what they share, or behind trunks; what is a row's own stays in one piece.
-
-    A completion's last token is left out, since nothing follows that it could predict.
-    """
+    """Lays rows, without their last tokens, out behind one copy of what they share, or behind trunks."""
     held = trunks[-1].end if trunks else 0
     lengths = {row: _read_tokens(trajectory, row) for row in rows}
     roots = grow(branches_of(trajectory, rows), lengths, held)
@@ -328,10 +325,7 @@ def packed_attention(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends over packed rows, in the form in which transformers calls any attention.
-
-    Equals attention row by row, each row with its own copy of the prompt.
-    """
+    """Attends over packed rows as transformers calls attention; equals each row behind its own copy of the prompt."""
     scope = _SCOPE.get()
     if scope is None:
         raise AssertionError("set only inside attending")
@@ -441,7 +435,7 @@ class _AttentionByRow(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: _Call) -> Tensor:
         out = value.new_empty(*query.shape[:2], value.shape[-1])
         lse = torch.empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device)
-        for segment in filter(_has_tokens, call.layout.segments):
+        for segment in (one for one in call.layout.segments if one.tokens):
             own, sight = segment.own, _sight(segment, call, query.device)
             asked, keys, values = _one_row(segment, query, key, value)
             mixed, sums = fixed_split.forward(asked, keys, values, None, sinks, sight)
@@ -456,7 +450,7 @@ class _AttentionByRow(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = (torch.zeros_like(whole, dtype=lse.dtype) for whole in (query, key, value))
         d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=lse.dtype)
-        for segment in filter(_has_tokens, ctx.call.layout.segments):
+        for segment in (one for one in ctx.call.layout.segments if one.tokens):
             own, sight = segment.own, _sight(segment, ctx.call, query.device)
             asked, keys, values = _one_row(segment, query, key, value)
             slope, mixed = (whole[own].transpose(0, 1)[None] for whole in (grad, out))
@@ -473,10 +467,6 @@ class _AttentionByRow(torch.autograd.Function):
                 d_sinks += of_sinks
         of_all = None if d_sinks is None else d_sinks.to(sinks.dtype)
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), of_all, None
-
-
-def _has_tokens(segment: Segment) -> bool:
-    return segment.tokens > 0
 
 
 def _one_row(segment: Segment, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -515,17 +505,13 @@ def _later_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
 
 
 def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
-    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys.
-
-    All their tokens are one segment of queries, unless a window hides some of it from them: then each has a part of its
-    own, of the tokens and the keys that it does not hide altogether.
-    """
+    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys."""
     prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
     query, *held = inputs if shared.trunk is None else (inputs[0], *shared.trunk.held[call.layer])
     spans: list[tuple[slice, slice, int | None]] = []
     if window is None or window >= tokens + max(sum(tail) for tail in shared.tails):
         spans.append((slice(shared.first, shared.first + sum(tail.tokens for tail in shared.tails)), prompt, None))
-    else:
+    else:  # a part for each that sees it, of the tokens and the keys that the window does not hide altogether
         start = shared.first
         for tail in shared.tails:
             near = window - 1 - tail.gap  # keys that its first query sees
@@ -540,10 +526,7 @@ def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> It
 
 
 def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
-    """Joins in place two parts of a softmax, (N, H, D) and (N, H), over two sets of keys.
-
-    ``L = log(e^a + e^b)``, ``o = e^(a - L) o_a + e^(b - L) o_b``.
-    """
+    """Joins (N, H, D) and (N, H) in place: ``L = log(e^a + e^b)``, ``o = e^(a - L) o_a + e^(b - L) o_b``."""
     joined = torch.logaddexp(lse, more_lse)
     out.copy_(out * (lse - joined).exp()[..., None] + more_out * (more_lse - joined).exp()[..., None])
     lse.copy_(joined)

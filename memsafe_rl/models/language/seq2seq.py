@@ -91,10 +91,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     @in_its_numerics
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:  # noqa: ARG002
-        """Gives the hidden states (M, D) from which the actions of rows are predicted.
-
-        Prompts are padded on the right and masked; the encoder reads each of them once.
-        """
+        """Gives the states (M, D) that predict actions; the encoder reads each prompt once, masked."""
         return predicting_states(self._decoded(trajectory, rows), [0] * len(rows), trajectory.action_lengths(rows))
 
     @torch.no_grad()
@@ -280,10 +277,7 @@ def start_token_of(lm: Any) -> int:
 
 @contextmanager
 def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[None]:
-    """Has a table of positions, learned or not, give each row those of its own tokens.
-
-    Such a decoder takes one position for all rows, from the length of its cache.
-    """
+    """Has a table of positions give each row its own; such a decoder takes one for all, from its cache's length."""
     table = getattr(decoder, "embed_positions", None)
     if table is None:
         yield

@@ -135,10 +135,7 @@ class _Recipe:
 
 
 class Memo:
-    """Makes the tensors that operators on fake tensors gave before, of arguments of the same shapes, once more.
-
-    They are new, views, or arguments that were written to; later forecasts of the process ask much the same.
-    """
+    """Makes again what operators gave for fake arguments of the same shapes; later forecasts ask much the same."""
 
     def __init__(self) -> None:
         self._recipes: dict[Hashable, tuple[type, list[_Recipe]] | None] = {}

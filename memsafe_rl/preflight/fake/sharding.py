@@ -186,10 +186,7 @@ class Gathering:
         self._hold("ahead", units[place - 1].bytes if place else 0)
 
     def _arrive(self, unit: _Unit, weight: Tensor) -> None:
-        """Holds what the ledger leaves out of a whole gradient that a backward has made: other ranks' parts of it.
-
-        Of a later micro-batch it sees the sum of the earlier ones' parts only.
-        """
+        """Holds other ranks' parts of a whole gradient, or of their sum, which the ledger leaves out."""
         if not self._by_blocks:
             return
         name, size = unit.name, weight.nbytes if unit.is_reduced else self._rest(weight.nbytes)

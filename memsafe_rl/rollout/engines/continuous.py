@@ -167,8 +167,7 @@ def _failed(error: BaseException | None, told: str) -> _Failed:
 
 def _completion(output: Any, settings: SamplingSettings) -> Completion:
     tokens, logprobs = output.generated_tokens, output.logprobs
-    if len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)):
-        raise failure("broken/batching")
+    failure.when(len(tokens) != len(logprobs) or not all(map(math.isfinite, logprobs)), "broken/batching")
     return completion_of(tokens, logprobs, settings, finished=int(tokens[-1]) in settings.eos_token_ids)
 
 

@@ -6,7 +6,6 @@ Axes: ``B`` rows of a wave, ``S`` denoising steps; ``...`` stands for the axes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -22,17 +21,9 @@ from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_logprobs, normal_noise
 from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.rollout import failure, refusal, unusable
-from memsafe_rl.rollout.engine import (
-    Engine,
-    EngineCapabilities,
-    EngineContext,
-    LiveKeys,
-    Progress,
-    RolloutScope,
-    register_engine,
-)
+from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, Progress, register_engine
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.rollout.native.running_batch import WholeEngine
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Completion, GaussianDistribution, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -47,16 +38,11 @@ class _Row(NamedTuple):
     key: SequenceKey
 
 
-class DenoisingEngine:
-    """Draws chains with the trained denoiser itself; holds nothing between two calls.
-
-    Noise is a function of a chain's key and the step alone, so that any wave draws the same; a denoiser in float32
-    gives every chain the same states up to rounding.
-    """
+class DenoisingEngine(WholeEngine):
+    """Draws chains with the trained denoiser; noise follows from key and step alone, so any wave draws the same."""
 
     name = "denoising"
     supports = EngineCapabilities()
-    cache_dtype: str | None = None
 
     def __init__(self, adapter: DiffusionAdapter) -> None:
         self._adapter = adapter
@@ -67,10 +53,6 @@ class DenoisingEngine:
         for name in (entry.name for entry in fields(settings)):
             value = getattr(settings, name)
             refusal.when(value != getattr(plain, name), "denoising", name=name, value=value)
-
-    def round_cache(self) -> None:
-        """Refuses: chains keep no keys and values."""
-        raise refusal("engine/cache", engine=self.name)
 
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""
@@ -103,10 +85,6 @@ class DenoisingEngine:
                 if progress is not None:
                     progress(len(drawn), len(rows))
         return drawn
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope that keeps nothing: chains have no turns."""
-        return opened(live_keys, lambda _: self.generate)
 
     def release(self) -> None:
         """Does nothing: every wave gives its bytes back."""

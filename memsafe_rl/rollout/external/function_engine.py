@@ -6,7 +6,6 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import partial
 
@@ -17,9 +16,9 @@ from memsafe_rl.memory.runtime.recovery import Attempt, capture_random_state, se
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import refusal, unusable
-from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, LiveKeys, Progress, RolloutScope
+from memsafe_rl.rollout.engine import DrawsAhead, EngineCapabilities, EngineContext, Progress
 from memsafe_rl.rollout.external.sampling_support import refuse_begun
-from memsafe_rl.rollout.native.running_batch import opened
+from memsafe_rl.rollout.native.running_batch import WholeEngine
 from memsafe_rl.rollout.native.sequences import checked_limits
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -116,11 +115,9 @@ def drawn_by_limit(
     return [completion for place in range(len(prompts)) for completion in found[place]]
 
 
-class ExternalEngine(ABC):
+class ExternalEngine(WholeEngine, ABC):
     """An engine that draws completions whole, and keeps whatever cache it has itself."""
 
-    name: str
-    cache_dtype: str | None = None
     _adapter: ModelAdapter
     _honours: Collection[str]
 
@@ -135,14 +132,6 @@ class ExternalEngine(ABC):
             default = field.default_factory() if field.default_factory is not MISSING else field.default
             dropped = field.name not in self._honours and value != default
             refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=self.name)
-
-    def round_cache(self) -> None:
-        """Refuses: the cache is the engine's own."""
-        raise refusal("engine/cache", engine=self.name)
-
-    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
-        """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""
-        return opened(live_keys, lambda _: self.generate)
 
     def generate(
         self,
@@ -230,8 +219,7 @@ class FunctionEngine(ExternalEngine):
         unusable.when(not isinstance(completion, Completion), "completion/kind", engine=engine, row=row, kind=kind)
         ids, logprobs, last = completion.ids, completion.logprobs, self._adapter.geometry.vocab_size - 1
         shape, fit = tuple(ids.shape), ids.dtype == torch.int64 and ids.dim() == 1 and 1 <= len(ids) <= longest
-        if not fit:
-            raise unusable("completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
+        unusable.when(not fit, "completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
         for token in ids.tolist():
             unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
         known, shape = logprobs.shape == ids.shape and bool(logprobs.isfinite().all()), tuple(logprobs.shape)

@@ -135,17 +135,7 @@ class Mailbox:
 
 
 class ChatServer:
-    """Serves `/v1/chat/completions` under an address of its own for every episode, to whoever knows the token.
-
-    Args:
-        host: address to listen at.
-        port: 0 for any that is free.
-        token: what requests must bear; None for a new one.
-        remote: whether other machines may reach it.
-
-    Raises:
-        ConfigError: the address is not this machine's own, and `remote` is not set; or it cannot be listened at.
-    """
+    """Serves `/v1/chat/completions`, at one address an episode, to whoever knows the token; see `AgentHarness`."""
 
     def __init__(self, host: str, port: int, token: str | None, *, remote: bool) -> None:
         refusal.when(not remote and host != "localhost" and not _is_loopback(host), "endpoint/host", host=host)

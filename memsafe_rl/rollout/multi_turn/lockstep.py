@@ -248,10 +248,7 @@ class EpisodeBatch:
             self._go_on(one, seen, kept, anew=one.schemas != told_tools)
 
     def _go_on(self, one: LiveEpisode, seen: Sequence[Message], kept: int, *, anew: bool = False) -> None:
-        """Puts what was seen behind the messages that are kept; where that leaves no room, the episode ends before.
-
-        Other tools are told at the beginning of a conversation, so it is rendered anew.
-        """
+        """Puts what was seen behind the messages that are kept; where that leaves no room, the episode ends before."""
         before, extends = (one.context, one.messages, one.opening), kept == len(one.messages) and not anew
         told = self._dialect.following(one.messages[-1], one.drawn[-1], seen, one.schemas) if extends else None
         one.messages, one.opening = [*one.messages[:kept], *seen], min(one.opening, kept)

@@ -131,8 +131,7 @@ class MCPTools:
 
     def _known(self, connection: _Connection) -> _Connection:
         """Gives a connection that was made."""
-        if connection.error:
-            raise refusal("mcp/server", server=self._named, reason=connection.error)
+        refusal.when(connection.error, "mcp/server", server=self._named, reason=connection.error)
         return connection
 
     def _anew(self, lost: _Connection) -> _Connection:

@@ -58,11 +58,7 @@ def generate_by_transformers(
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted.
-
-    Each row has its own copy of the prompt, and rows that have ended stay until the longest ends: that is `generate`,
-    and why it is the last resort.
-    """
+    """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted."""
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     draw = Drawer(settings, adapter.start_token_id)
     with host_memory():
@@ -128,10 +124,7 @@ def generate_by_override(
     begun: Sequence[Sequence[Completion | None]] | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[Completion]:
-    """Has a user's ``own`` `generate` draw, given what TRL gives it: prompts padded on the left and a configuration.
-
-    It gives no log-probs, so NaN stands for them; what it draws past the end or the limit of a row is cut off.
-    """
+    """Has a user's ``own`` `generate` draw, called as by TRL, and cuts rows where they end; log-probs are NaN."""
     refusal.when(begun is not None, "engine/begun", engine="generate")
     _say_once(f"{type(adapter.model).__name__}.generate is not transformers' own: completions are its draws.")
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)

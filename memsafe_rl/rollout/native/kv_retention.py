@@ -116,8 +116,7 @@ class KeptRows:
         with host_memory():
             differing = (row.ids[:shorter] != ids[:shorter]).nonzero()
             shared = int(differing[0]) if len(differing) else shorter
-        windows = self.adapter.geometry.windows
-        if shared * _WORTH < len(row.ids) or shared < 1 or not row.cache.goes_back_to(shared, windows):
+        if shared * _WORTH < len(row.ids) or shared < 1 or not self._goes_back(row.cache.tokens, shared):
             del self.rows[name]
             return 0
         return shared
@@ -131,12 +130,10 @@ class KeptRows:
     ) -> DecodeState:
         """Takes rows that have ended out of a state, and keeps them if they can be read on."""
         rows = cast(SharedPrefixState, state)  # as of every adapter with `kv_retention`
-        positions, windows = rows.positions, self.adapter.geometry.windows
-        wanted: dict[int, int] = {}
+        positions, wanted = rows.positions, dict[int, int]()
         for row, _, ids in leaving:
             tokens = min(positions[row], len(ids))
-            moved_on = any(window is not None and positions[row] >= window for window in windows)
-            if tokens == positions[row] or not moved_on:
+            if self._goes_back(positions[row], tokens):
                 wanted[row] = tokens - rows.bases[row]
         rest, caches = rows.set_aside(wanted, staying)
         told = {row: (name, ids) for row, name, ids in leaving}
@@ -144,3 +141,8 @@ class KeptRows:
             name, ids = told[row]
             self.rows[name] = _Waiting(ids[: cache.tokens], cache)
         return rest
+
+    def _goes_back(self, held: int, tokens: int) -> bool:
+        """Tells whether a row that holds so many tokens could be read on from an earlier one."""
+        moved_on = any(window is not None and held >= window for window in self.adapter.geometry.windows)
+        return tokens == held or not moved_on

@@ -9,10 +9,10 @@ Axes: ``P`` unique prompts, ``B`` rows of the running batch, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.compiling import compiling
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.module_state import eval_mode
-from memsafe_rl.rollout import unusable
-from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress
+from memsafe_rl.rollout import refusal, unusable
+from memsafe_rl.rollout.engine import Generate, LiveKeys, Progress, RolloutScope
 from memsafe_rl.rollout.native.by_transformers import generate_by_override, generate_by_transformers
 from memsafe_rl.rollout.native.kv_retention import KeptCaches, KeptRows, name_of
 from memsafe_rl.rollout.native.sequences import (
@@ -66,25 +66,22 @@ def generate(
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
-    if own := adapter.own_generate:
-        with torch.no_grad(), eval_mode(adapter.model):
-            return generate_by_override(adapter, own, prompts, keys, settings, attempt, begun=begun, limits=limits)
-    if not adapter.decodes:
-        with torch.no_grad(), eval_mode(adapter.model):
-            return generate_by_transformers(
-                adapter, prompts, keys, settings, attempt, progress, begun=begun, limits=limits
-            )
-    with host_memory():
-        sequences = begin_sequences(prompts, keys, settings, begun, limits)
-    batch = _RunningBatch(adapter, sequences, settings, progress, kept)
-    try:
-        with torch.no_grad(), eval_mode(adapter.model):
+    own, told = adapter.own_generate, dict[str, Any](begun=begun, limits=limits)
+    with torch.no_grad(), eval_mode(adapter.model):
+        if own:
+            return generate_by_override(adapter, own, prompts, keys, settings, attempt, **told)
+        if not adapter.decodes:
+            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, **told)
+        with host_memory():
+            sequences = begin_sequences(prompts, keys, settings, begun, limits)
+        batch = _RunningBatch(adapter, sequences, settings, progress, kept)
+        try:
             while batch.goes_on:
                 attempt(batch.advance, batch.give_up_all)
             if kept is not None:
                 attempt(batch.drop_ended, batch.give_up_all)
-    finally:
-        batch.give_up()
+        finally:
+            batch.give_up()
     with host_memory():
         return [sequence.completion(batch.draw.keeps_model_logprobs) for sequence in sequences]
 
@@ -381,3 +378,19 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
         yield LocalScope(drawing(kept), partial(generate, kept=kept), kept.clear)
     finally:
         kept.clear()
+
+
+class WholeEngine:
+    """An engine that draws completions whole: this library has no cache of it to round or to keep between turns."""
+
+    name: str
+    generate: Any
+    cache_dtype: str | None = None
+
+    def round_cache(self) -> None:
+        """Refuses: a cache, if there is one, is the engine's own."""
+        raise refusal("engine/cache", engine=self.name)
+
+    def open(self, live_keys: LiveKeys | None = None) -> AbstractContextManager[RolloutScope]:
+        """Opens a scope; what is kept between turns, if anything, is the engine's own affair."""
+        return opened(live_keys, lambda _: self.generate)

@@ -280,10 +280,7 @@ def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
 
 
 class Drawer:
-    """Turns logits into tokens as the settings say; what a row is given depends on nothing of the rows around it.
-
-    Rows are processed a few at a time, so that no second (B, V) tensor of all rows is ever made.
-    """
+    """Turns logits into tokens as the settings say, a few rows at a time, each as if it were alone."""
 
     def __init__(self, settings: SamplingSettings, start_token_id: int | None = None) -> None:
         self._start_token_id = start_token_id
