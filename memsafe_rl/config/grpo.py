@@ -51,6 +51,8 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         _check_estimator(self)
         _check_teacher(self)
         _check_by_token(self)
+        low, high = self.clip_cov_low, self.clip_cov_high
+        refusal.when(low >= high, "clip_cov_low", low=low, high=high)
         level, levels = self.importance_sampling_level, LOSSES[self.loss_type].traits.levels
         if level not in levels:
             _warn(

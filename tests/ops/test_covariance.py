@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.losses import LOSSES, Loss
 from memsafe_rl.ops.losses.core import StepTokens
@@ -74,3 +75,8 @@ def test_without_a_counted_token_or_a_spread_nothing_is_marked(mark: object) -> 
 def test_a_mark_that_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="loss 'mine' has mark 3; give a function, or None"):
         Loss("mine", LOSSES["dapo"].function, mark=3)  # type: ignore[arg-type]
+
+
+def test_a_band_without_room_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_cov_low is 5\.0 and clip_cov_high 1\.0.*Set clip_cov_low below 1\.0"):
+        GRPOConfig("run", loss_type="clip_cov", clip_cov_low=5.0, clip_cov_high=1.0)

@@ -78,7 +78,8 @@ class AgentHarness:
         timeout_seconds: float = 600.0,
     ) -> None:
         refusal.when(not callable(agent), "agent/call", agent=agent)
-        refusal.when(not timeout_seconds > 0, "agent/timeout", timeout_seconds=timeout_seconds)
+        known = isinstance(timeout_seconds, (int, float)) and timeout_seconds > 0
+        refusal.when(not known, "agent/timeout", timeout_seconds=timeout_seconds)
         self.agent, self.timeout_seconds = agent, timeout_seconds
         self.server = ChatServer(host, port, token, remote=remote)
         self._told = False

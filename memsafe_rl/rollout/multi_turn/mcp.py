@@ -94,6 +94,10 @@ class MCPTools:
         max_argument_characters: int = 20_000,
         shows_images: bool = False,
     ) -> None:
+        bounds = {"timeout_seconds": timeout_seconds, "max_result_characters": max_result_characters}
+        for name, value in {**bounds, "max_argument_characters": max_argument_characters}.items():
+            refusal.when(not isinstance(value, (int, float)) or not value > 0, "mcp/bound", name=name, value=value)
+        refusal.when(isinstance(allow, str), "mcp/allow", allow=allow)
         self._server, self._named = _target(server, env), f"{server!r:.100}"
         self._seconds, self._most = timeout_seconds, (max_argument_characters, max_result_characters)
         self._shows_images = shows_images

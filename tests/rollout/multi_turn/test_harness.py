@@ -534,8 +534,9 @@ def test_other_machines_are_kept_out_unless_told_and_bad_arguments_are_refused()
             AgentHarness(count_through, **place)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="agent is 3"):
         AgentHarness(3)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="timeout_seconds is 0"):
-        AgentHarness(count_through, timeout_seconds=0)
+    for seconds in (0, "x"):
+        with pytest.raises(ConfigError, match=f"timeout_seconds is {seconds!r}"):
+            AgentHarness(count_through, timeout_seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_openais_messages_become_those_of_templates() -> None:

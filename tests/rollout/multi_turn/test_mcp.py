@@ -211,6 +211,11 @@ def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pyte
         MCPTools([sys.executable, str(script)], allow=["subtract"], env=env)
     with pytest.raises(ConfigError, match="no tool of those in `allow`, which names none"):
         MCPTools([sys.executable, str(script)], allow=[], env=env)
+    for name, value in (("timeout_seconds", -1), ("timeout_seconds", "x"), ("max_result_characters", 0)):
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}. Give a number above 0"):
+            MCPTools("http://127.0.0.1:1", **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"allow is the text 'add'.*\['add'\]"):
+        MCPTools("http://127.0.0.1:1", allow="add")
     with pytest.raises(ConfigError, match="neither a command nor an address"):
         MCPTools("server.py")
     monkeypatch.setitem(sys.modules, "mcp", None)
