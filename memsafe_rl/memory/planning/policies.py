@@ -309,7 +309,8 @@ def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
         raise ConfigError(
             f"UpdatePlan.pack_prompts is True, but these {len(work.row_tokens)} rows cannot share their prompts: the "
             "network gives packed rows other log-probs (logged at level info), has a balance loss on experts "
-            "(router_aux_loss_coef), or learns under dropout (disable_dropout=False). Leave pack_prompts out, or set it only where work.prompts is not empty."
+            "(router_aux_loss_coef), or learns under dropout (disable_dropout=False). Leave pack_prompts out, or set "
+            "it only where work.prompts is not empty."
         )
 
 

@@ -26,9 +26,9 @@ def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
         ConfigError: settings, prompts or weights differ.
     """
     trained = [weight for weight in setup.trained.parameters() if weight.requires_grad]
-    facts = {
+    facts: dict[tuple[str, str], str] = {
         **{("setting", name): _text(value) for name, value in _shared_settings(setup).items()},
-        ("weights", "trained weights"): _text([list(weight.shape) for weight in trained]),
+        ("weights", "trained weights"): f"{len(trained)} {_hash(str([weight.shape for weight in trained]))}",
         ("prompts", "train_dataset"): _prompts(setup.source),
     }
     for network in setup.networks:
