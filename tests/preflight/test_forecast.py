@@ -429,7 +429,7 @@ class TestOfACard:
 
     @pytest.mark.slow
     def test_how_the_weights_were_saved_counts(self, tmp_path: Path) -> None:
-        config = tiny_config("qwen3", hidden=128, layers=2)
+        config = tiny_config("qwen3", hidden=128, layers=4)  # two pass at a time
         config.dtype = torch.bfloat16
         config.save_pretrained(tmp_path / "half")
         half = on_a_card(tmp_path / "half", settings={"model_init_kwargs": {"dtype": "auto"}})
