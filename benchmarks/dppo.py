@@ -102,7 +102,7 @@ def main() -> None:
     for column in ("loss", "held out before", "held out after", "most held back", "most KL", "seconds"):
         table.add_column(column)
     for name, runs in records.items():
-        shown = [_spread([run[key] for run in runs]) for key in runs[0] if key != "seed"]
+        shown = [spread([run[key] for run in runs]) for key in runs[0] if key != "seed"]
         table.add_row(name, *shown)
     Console().print(table)
     found_all = {"machine": describe_machine(), "steps": arguments.steps, "runs": records}
@@ -110,7 +110,8 @@ def main() -> None:
     arguments.results.write_text(json.dumps(found_all, indent=2) + "\n")
 
 
-def _spread(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
+    """Shows mean and standard deviation."""
     deviation = statistics.stdev(values) if len(values) > 1 else math.nan
     return f"{statistics.mean(values):.3f} ± {deviation:.3f}"
 

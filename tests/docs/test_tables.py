@@ -197,6 +197,11 @@ def rereading() -> list[Row]:
     return found
 
 
+def distillation() -> list[Row]:
+    runs = results("distillation")["runs"].items()
+    return [(name, of_seeds(tries, "before", "after", "teacher")) for name, tries in runs]
+
+
 def unique_tokens() -> list[Row]:
     def row(one: Any) -> Row:
         tokens, of = one["tokens"], one["of_padded"]
@@ -244,6 +249,7 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "dppo": (FIGURES, "## Stale rollouts", slice(1), dppo),
     "turn_credit": (FIGURES, "## Credit for turns", slice(1), turn_credit),
     "rereading": ("docs/agents.md", "`python -m benchmarks.rereading`", slice(1), rereading),
+    "distillation": (FIGURES, "## A larger teacher beside plain GRPO", slice(1), distillation),
     "unique_tokens": (FIGURES, "## Turns that sequences share", slice(2), unique_tokens),
     "roofline": (FIGURES, "## The machine's own speed", slice(2), roofline),
     "ppo_layouts": ("docs/ppo.md", "`python -m benchmarks.ppo_layouts`", slice(1), ppo_layouts),
