@@ -115,18 +115,6 @@ class _PhaseLog:
             self.spans.append((self._open[-1], self._since - self._start, now - self._start))
         self._since = now
 
-    def mark_component(self, component: Any) -> None: ...
-    def mark_others(self, on_host: bool) -> bool:
-        return on_host
-
-    def mark_host(self, on_host: bool) -> bool:
-        return False
-
-    def claim(self, component: Any, tensors: Any) -> None: ...
-    def hold(self, component: Any, tensors: Any) -> None: ...
-    def is_on_host(self, tensor: Tensor) -> bool:
-        return False
-
 
 @contextmanager
 def phases_of(device: SimulatedMemory) -> Iterator[list[tuple[str, int, int]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.training.assembly.agreement import begin_alike
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, make_trainer, weights
@@ -25,7 +27,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "another order": (lambda rank: {"train_dataset": prompts(PROMPTS[:: 1 - 2 * rank])}, "or another order of them"),
     "a base": (
         lambda rank: {"model": moved(rank), "peft_config": LoraConfig(target_modules="all-linear")},
-        "The frozen weights (PeftModel",
+        "The frozen weights of network 0 (PeftModel",
     ),
     "what is trained": (
         lambda rank: {"peft_config": LoraConfig(target_modules=["q_proj", "v_proj"][: 1 + rank])},
@@ -103,6 +105,16 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_that_differ_are_told_in_what(name: str, ranks: list[dict[Any, Any]]) -> None:
     assert all(rank[name].startswith("ConfigError: ") and DIFFERENT[name][1] in rank[name] for rank in ranks)
+
+
+def test_a_model_and_its_reference_of_one_class_are_compared_apart(tmp_path: Path) -> None:
+    trainer, told = make_trainer(tmp_path, beta=0.1), list[dict[Any, str]]()
+    ranks: Any = MagicMock(gather=lambda facts: told.extend(facts) or facts)
+    begin_alike(trainer.setup, ranks)
+    assert len(trainer.setup.networks) == 2
+    assert [name for kind, name in told[0] if "frozen" in name] == [
+        f"frozen weights of network {place} (Qwen3ForCausalLM)" for place in range(2)
+    ]
 
 
 @pytest.mark.slow

@@ -31,10 +31,9 @@ def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
         ("weights", "trained weights"): f"{len(trained)} {_hash(str([weight.shape for weight in trained]))}",
         ("prompts", "train_dataset"): _prompts(setup.source),
     }
-    for network in setup.networks:
-        facts["weights", f"frozen weights ({type(network).__name__})"] = setup.recovery.repeat(
-            Stage.LOAD, _frozen, network
-        )
+    for place, network in enumerate(setup.networks):  # several may be of one class: a model and its reference
+        name = f"frozen weights of network {place} ({type(network).__name__})"
+        facts["weights", name] = setup.recovery.repeat(Stage.LOAD, _frozen, network)
     first, *others = ranks.gather([facts])
     for rank, theirs in enumerate(others, 1):
         for (kind, name), ours in first.items():
