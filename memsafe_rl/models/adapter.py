@@ -81,6 +81,7 @@ class ResidentWeights:
     """Blocks none of whose weights can wait on the host: where `HostWeights` would move some, nothing moves."""
 
     blocks: int
+    reference_blocks: int = 0
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -93,6 +94,9 @@ class ResidentWeights:
         return self.blocks or None
 
     def place(self, resident: int | None, device: torch.device | None = None) -> None:
+        """Leaves all weights where they are."""
+
+    def bring_back(self, device: torch.device) -> None:
         """Leaves all weights where they are."""
 
     def settle_on_host(self) -> None:

@@ -83,15 +83,17 @@ class HostWeights:
 
     While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
     Which comes next is what came next the last time, forward and backward apart, and at first their order. After
-    `release`, whoever reads or writes a parameter that is away has its copy on the host.
+    `release`, whoever reads or writes a parameter that is away has its copy on the host. The last blocks may be those
+    of a reference, which leave before any other.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], reference_blocks: int = 0) -> None:
         own = ({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)
         shared = {storage for storage, holders in Counter(chain(*own)).items() if holders > 1}  # stay for the others
         divided = any(local_part(weight) is not weight for weight in weights_of(*blocks))  # FSDP2 brings those
         frozen = [[] if divided else list(_frozen_weights(block, shared)) for block in blocks]
         self._blocks = [_Streamed(block, own) for block, own in zip(blocks, frozen, strict=True)]
+        self.reference_blocks = reference_blocks
         self._away: frozenset[int] = frozenset()  # blocks whose weights wait on the host
         self._settled: frozenset[int] = frozenset()  # blocks whose weights lie on the host as ordinary tensors
         self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way
@@ -120,7 +122,7 @@ class HostWeights:
         Parameters are what is on the device from now on, as autograd has them, until `release`.
         """
         self.release()
-        away = blocks_on_host(len(self._blocks), resident)
+        away = blocks_on_host(len(self._blocks), resident, self.reference_blocks)
         for index in sorted(self._settled - away):
             for weight in self._blocks[index].frozen:
                 weight.data = weight.data.to(device or weight.device, copy=True)
@@ -143,6 +145,11 @@ class HostWeights:
             self._blocks[index].take_over()
             self._blocks[index].read_from(host=False)
         self._at_rest = False
+
+    def bring_back(self, device: torch.device) -> None:
+        """Leaves all blocks on the device but those of a reference that are away."""
+        self.place(max(self.resident or 0, len(self._blocks) - self.reference_blocks), device)
+        self.release()
 
     def settle_on_host(self) -> None:
         """Lays weights of blocks that are away down on the host as tensors that can move, until `place`."""
@@ -230,26 +237,49 @@ class HostWeights:
 _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
 
 
-def host_weights_of(network: nn.Module) -> HostWeights | ResidentWeights:
-    """Gives what moves a network's weights, always the same while any of them is on the host."""
+def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> HostWeights | ResidentWeights:
+    """Gives what moves the weights of a network and its reference, always the same while any of them is on the host."""
     known = _known.get(network)
     if known is None or known.has_moved_none:
-        known = _known[network] = HostWeights(blocks_of(network))
+        own, copies = (() if one is None else blocks_of(one) for one in (network, reference))
+        copies = tuple(block for block in copies if block not in own)  # of a tower that both hold
+        known = HostWeights((*own, *copies), len(copies))
+        if not any(known.block_bytes[: len(own)]):  # of a network that is trained as a whole
+            known = HostWeights(copies or own, len(copies))
+        _known[network] = known
     return known if any(known.block_bytes) else ResidentWeights(len(known.block_bytes))
 
 
-def put_on(network: nn.Module, device: torch.device, room_bytes: int | None = None) -> bool:
-    """Moves a network to a device; frozen weights of its blocks stay on the host if all of it would pass the room."""
+def put_on(
+    network: nn.Module, device: torch.device, room_bytes: int | None = None, reference: nn.Module | None = None
+) -> bool:
+    """Moves a network and its reference to a device; whether blocks' frozen weights stay on the host for want of room.
+
+    The reference's stay there alone if that suffices. What was placed by its loading stays where it is.
+    """
     device = torch.device("cpu") if device.type == "cpu" else device  # "cpu:0", as of ranks, would copy all weights
-    weights = host_weights_of(network)
-    stay = room_bytes is not None and weight_bytes(network) > room_bytes and any(weights.block_bytes)
+    networks = [one for one in (network, reference) if one is not None]
+    weights, missing = host_weights_of(network, reference), 0
+    if room_bytes is not None:
+        missing = sum(map(weight_bytes, networks)) - room_bytes
+    stay = missing > 0 and any(weights.block_bytes)
     if stay:
-        weights.place(0, device)
-    if any(tensor.device != device for tensor in (*network.parameters(), *network.buffers())):
-        network.to(device)
-    there = [weight for weight in weights_of(network) if not is_on_host(weight)]
+        sizes = weights.block_bytes
+        others = len(sizes) - weights.reference_blocks
+        weights.place(others if sum(sorted(sizes[others:])[:-2]) >= missing else 0, device)  # two come and go
+    for one in networks:
+        if not _is_placed(one) and any(held.device != device for held in (*one.parameters(), *one.buffers())):
+            one.to(device)
+    there = [weight for weight in weights_of(*networks) if not is_on_host(weight)]
     hold(Component.WEIGHTS, there)  # on a CPU they are mapped from the file
     return stay
+
+
+def _is_placed(network: Any) -> bool:
+    """Whether loading placed a network, but for one in 4 bits that was quantised on the host."""
+    if getattr(network, "is_loaded_in_4bit", False) and not any(weight.is_cuda for weight in network.parameters()):
+        return False
+    return bool(getattr(network, "is_quantized", False) or getattr(network, "hf_device_map", None))
 
 
 def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:

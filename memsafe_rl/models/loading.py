@@ -24,7 +24,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from memsafe_rl.accounting import charge, hold, weights_of
+from memsafe_rl.accounting import charge
 from memsafe_rl.errors import first_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models import refusal
@@ -171,9 +171,8 @@ def load_model(
             check_teacher(teacher, own.config, facts.config)
             reference = _from_name(teacher, own.config, init, trust_remote_code, device, frozen=True)
             reference.requires_grad_(False).eval()
-        for network in (trained, reference):
-            if network is not None:
-                _place(language_model_of(network), device, room_bytes)
+        copied = None if reference is None else language_model_of(reference)
+        put_on(language_model_of(trained), device, room_bytes, copied)
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise refusal("model/trainable", name=name_of(model))
     return LoadedModel(trained.eval(), reference)
@@ -316,15 +315,6 @@ def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
     except (ValueError, TypeError, KeyError) as error:
         kind, model = type(peft_config).__name__, type(base).__name__
         raise refusal("peft_config/fit", kind=kind, model=model, reason=first_line(error)) from error
-
-
-def _place(lm: Any, device: torch.device, room_bytes: int | None) -> None:
-    """Moves a network; one that its loading placed stays there, but for a 4-bit one that was quantised on the host."""
-    waits = getattr(lm, "is_loaded_in_4bit", False) and not any(weight.is_cuda for weight in lm.parameters())
-    if not waits and (_is_quantised(lm) or getattr(lm, "hf_device_map", None)):
-        hold(Component.WEIGHTS, weights_of(lm))
-    else:
-        put_on(lm, device, room_bytes)
 
 
 def _copy_reference_adapter(model: Any) -> None:

@@ -126,7 +126,8 @@ class DryRun:
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, frozen = network(), reference()
             share_tower(language_model_of(model), frozen)
-            on_host = put_on(language_model_of(model), torch.device("cpu"), room_for_weights(self._budget_bytes))
+            copied, room = frozen and language_model_of(frozen), room_for_weights(self._budget_bytes)
+            on_host = put_on(language_model_of(model), torch.device("cpu"), room, copied)
         if on_host:  # loaded there, they were never on the device
             memory.empty_cache()
             memory.forget_phases()
@@ -152,7 +153,7 @@ class DryRun:
             refusal = str(error)
         tracker, phases, state = setup.memory, memory.phase_peaks(), setup.memory.state()
         if checked is not None:  # the peak of the load is held against the moment of the check at start
-            passing = setup.adapter.geometry.frozen_bytes(resident)[1]  # blocks that come and go
+            passing = setup.adapter.geometry.frozen_bytes(resident, scores=False)[1]  # blocks that come and go
             extra = {Component.WEIGHTS: passing, Component.OTHER: checked.extra_bytes}
             check = {**self._loaded, **{part: self._loaded[part] + more for part, more in extra.items()}}
             phases[Phase.LOAD] = max(phases[Phase.LOAD], check, key=lambda parts: sum(parts.values()))

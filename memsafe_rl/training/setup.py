@@ -258,9 +258,9 @@ class TrainingSetup:
         return self.memory.state()
 
     def return_weights(self) -> None:
-        """Brings all frozen weights to the device; where they do not fit, leaves them on the host as plain tensors."""
+        """Brings the model's frozen weights to the device; without room, leaves them on the host as plain tensors."""
         try:
-            self.recovery.repeat(Stage.PREPARE, self.adapter.host_weights.place, None, self.adapter.device)
+            self.recovery.repeat(Stage.PREPARE, self.adapter.host_weights.bring_back, self.adapter.device)
         except MemoryBudgetError:
             self.adapter.host_weights.settle_on_host()
             logger.warning(

@@ -52,10 +52,17 @@ def whole_blocks(slots: int) -> int:
     return -(-slots // KV_BLOCK_SLOTS) * KV_BLOCK_SLOTS
 
 
-def blocks_on_host(blocks: int, resident: int | None) -> frozenset[int]:
-    """Chooses which blocks' frozen weights wait on the host, spread evenly, so that each copy can hide behind work."""
+def blocks_on_host(blocks: int, resident: int | None, reference: int = 0) -> frozenset[int]:
+    """Chooses which blocks' frozen weights wait on the host, spread evenly, so that each copy can hide behind work.
+
+    The last ``reference`` of them run only while rollouts are scored, and leave before any other.
+    """
     leaving = 0 if resident is None else max(0, blocks - resident)
-    return frozenset((2 * place + 1) * blocks // (2 * leaving) for place in range(leaving))
+    others, first = blocks - reference, min(leaving, reference)
+    parts = ((0, others, leaving - first), (others, reference, first))
+    return frozenset(
+        start + (2 * place + 1) * size // (2 * count) for start, size, count in parts for place in range(count)
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,7 @@ class ModelGeometry:
     key_bytes: int | None = None
     # bytes of each block's frozen weights, which can wait on the host; empty where none can
     frozen_block_bytes: tuple[int, ...] = ()
+    reference_blocks: int = 0  # how many of those, the last ones, are a reference's, which only scores
     encoder_layers: int = 0  # blocks of the encoder through which gradients go; 0 where it is frozen, or there is none
     bias_heads: int = 0  # heads with a bias for every pair of tokens, as T5's have; 0 where there is none
     bias_trained: bool = False  # whether it receives gradients, so that attention keeps its scores
@@ -122,11 +130,20 @@ class ModelGeometry:
         """Counts a prompt's key/value bytes; where an encoder reads it, the cross-attention's and a start token's."""
         return self.kv_bytes(tokens) if self.source_bytes is None else self.source_bytes * tokens + self.kv_bytes(1)
 
-    def frozen_bytes(self, resident: int | None) -> tuple[int, int]:
-        """Counts frozen weights of blocks on the device: those that stay, and two blocks' that come and go."""
-        away = blocks_on_host(len(self.frozen_block_bytes), resident)
+    @property
+    def model_blocks(self) -> int:
+        """Of the blocks whose frozen weights can wait on the host, the model's own."""
+        return len(self.frozen_block_bytes) - self.reference_blocks
+
+    def frozen_bytes(self, resident: int | None, *, scores: bool = True) -> tuple[int, int]:
+        """Counts frozen weights of blocks on the device: those that stay, and two blocks' that come and go.
+
+        A reference's come and go only where it ``scores``.
+        """
+        away = blocks_on_host(len(self.frozen_block_bytes), resident, self.reference_blocks)
         stay = sum(size for place, size in enumerate(self.frozen_block_bytes) if place not in away)
-        return stay, sum(sorted((self.frozen_block_bytes[place] for place in away), reverse=True)[:2])
+        runs = len(self.frozen_block_bytes) if scores else self.model_blocks
+        return stay, sum(sorted((self.frozen_block_bytes[place] for place in away if place < runs), reverse=True)[:2])
 
     def positions(self, prompt_tokens: int, new_tokens: int) -> int:
         """Counts the positions of the longest sequence that the network reads; an encoder reads prompts alone."""

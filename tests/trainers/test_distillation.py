@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, UpdatePlan
+from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, SimulatedMemory, UpdatePlan
 from memsafe_rl.types import Phase
 from tests.faults.audit import audited
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.trainers.helpers import make_trainer, weights
+from tests.trainers.helpers import make_trainer, relative, weights
 
 LORA = {"r": 8, "target_modules": "all-linear", "init_lora_weights": False}
 
@@ -109,6 +110,65 @@ def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool)
     assert held[Phase.SCORE] > sum(weight.nbytes for weight in trainer.setup.reference_model.parameters())
     for phase, size in trainer.forecast.phase_bytes.items():
         assert size == pytest.approx(held[phase], rel=0.01), phase
+
+
+def score_peak(trainer: GRPOTrainer) -> float:
+    return max(record.get("memory/score_peak_bytes", 0) for record in trainer.history)
+
+
+KL = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("kind", ["full", "LoRA", "KL"])
+def test_a_reference_on_the_host_teaches_the_same_bits_in_less(tmp_path: Path, teacher: str, kind: str) -> None:
+    settings: dict[str, Any] = {"peft_config": LoraConfig(**LORA)} if kind == "LoRA" else {}
+    settings |= {"model": tiny_model(layers=6, hidden=64, scale=4.0), **KL} if kind == "KL" else {}
+    named = {} if kind == "KL" else {"teacher_model_name_or_path": teacher}
+
+    def run(resident: int | None) -> GRPOTrainer:
+        plans = RolloutPlan(resident_blocks=resident), UpdatePlan(resident_blocks=resident)
+        given = {"model": tiny_model(scale=4.0), "reward_funcs": no_reward, **named, **copy.deepcopy(settings)}
+        with SimulatedMemory(2**34):
+            trainer = make_trainer(tmp_path / str(resident), policy=FixedPolicy(*plans), max_steps=3, **given)
+            trainer.train()
+        return trainer
+
+    plain = run(None)
+    geometry = plain.setup.adapter.geometry
+    assert geometry.model_blocks == (2 if kind == "LoRA" else 0)
+    assert geometry.reference_blocks == len(plain.setup.reference_model.model.layers)
+    for resident in (geometry.model_blocks, 0):
+        away = run(resident)
+        assert torch.equal(weights(away), weights(plain))
+        assert score_peak(plain) - score_peak(away) >= sum(sorted(geometry.frozen_block_bytes[resident:])[:-2])
+        for one, other in zip(*(each.setup.reference_model.parameters() for each in (plain, away)), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_budget_without_room_for_the_teacher_sends_only_it_to_the_host(tmp_path: Path, lora: bool) -> None:
+    large = str(tmp_path / "large")
+    tiny_model("qwen3", layers=12, hidden=128, seed=7, scale=4.0).save_pretrained(large)
+    tiny_model("qwen3", layers=2, hidden=32).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    given = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}
+    plain, before = beside.run(tmp_path, given=given, teacher_model_name_or_path=large, alarms=False)
+    teacher_bytes = sum(weight.nbytes for weight in plain.setup.reference_model.parameters())
+    budget = max(before.values()) - teacher_bytes // 2
+    trainer, held = beside.run(
+        tmp_path, given=given, teacher_model_name_or_path=large, alarms=False, memory_budget=budget
+    )
+    assert trainer.forecast is not None
+    assert trainer.forecast.fits
+    assert max(held.values()) <= budget
+    for phase, size in trainer.forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.01, abs=2**13), phase
+    plans = [event for event in trainer.memory_events if event["event"] == "plan"]
+    assert {event["resident_blocks"] for event in plans} == {trainer.setup.adapter.geometry.model_blocks}
+    assert not [event for event in trainer.memory_events if event["event"] == "failure"]
+    assert relative(weights(trainer), weights(plain)) < 1e-5
 
 
 def test_what_does_not_go_with_a_teacher_is_refused(tmp_path: Path, teacher: str) -> None:

@@ -29,6 +29,7 @@ from memsafe_rl.types import (
     UnitBytes,
     UpdatePlan,
     UpdateWork,
+    blocks_on_host,
 )
 
 Parts = Mapping[Component, int]
@@ -448,7 +449,9 @@ def update_time(device: str, work: UpdateWork, plan: UpdatePlan, fastest: Update
     brought = fixed + 2 / 3 * _bus_tokens(work.geometry, plan.resident_blocks)
     share = work.whole_gradient_bytes / max(1, work.geometry.parameter_bytes)
     reduced = share * (_CPU_REDUCE_TOKENS if device == "cpu" else _REDUCE_TOKENS)
-    time = max(1.0, _run_tokens(work, plan, brought, reduced) / _run_tokens(work, fastest, fixed, reduced))
+    returning = _bus_tokens(work.geometry, plan.resident_blocks, reference=True)  # to be scored with
+    tokens = _run_tokens(work, plan, brought, reduced) + returning
+    time = max(1.0, tokens / _run_tokens(work, fastest, fixed, reduced))
     time *= _slowness(fastest.logprob_tile, plan.logprob_tile, _TILE_SHARE)
     if plan.checkpointing and not fastest.checkpointing:
         time *= _CHECKPOINTED
@@ -477,16 +480,20 @@ def rollout_time(phase: Phase, work: RolloutWork, plan: RolloutPlan, fastest: Ro
         prompt = 0 if work.geometry.unit is not None else max(work.prompt_tokens, default=1)
         total = work.rows * (prompt + work.max_new_tokens)
         full, size = min(total, fastest.score_tokens), min(total, plan.score_tokens)
-    time = _slowness(full, size, _FIXED_SHARE) + _bus_tokens(work.geometry, plan.resident_blocks) / size
+    parts = (False,) if phase is Phase.ROLLOUT else (False, True)
+    brought = sum(_bus_tokens(work.geometry, plan.resident_blocks, reference=part) for part in parts)
+    time = _slowness(full, size, _FIXED_SHARE) + brought / size
     if phase is Phase.ROLLOUT and work.kept_bytes:
         time *= 1 + _READ_AGAIN * (1 - kept_bytes(work, plan) / work.kept_bytes)
     return time * (_LEAST_COST if plan.park_optimizer else 1.0)
 
 
-def _bus_tokens(geometry: ModelGeometry, resident: int | None) -> float:
-    """Tokens of a forward that take as long as bringing in the weights that wait on the host."""
-    all_bytes = max(1, sum(geometry.frozen_block_bytes))
-    return _BUS_TOKENS * (1 - geometry.frozen_bytes(resident)[0] / all_bytes) if resident is not None else 0.0
+def _bus_tokens(geometry: ModelGeometry, resident: int | None, *, reference: bool = False) -> float:
+    """Tokens of a forward that take as long as bringing in the model's, or a reference's, weights from the host."""
+    sizes, others = geometry.frozen_block_bytes, geometry.model_blocks
+    away = blocks_on_host(len(sizes), resident, geometry.reference_blocks)
+    all_bytes = max(1, sum(sizes[others:] if reference else sizes[:others]))
+    return _BUS_TOKENS * sum(sizes[place] for place in away if (place >= others) == reference) / all_bytes
 
 
 def _run_tokens(work: UpdateWork, plan: UpdatePlan, fixed: float, reduced: float) -> float:

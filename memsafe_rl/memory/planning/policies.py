@@ -47,6 +47,7 @@ from memsafe_rl.types import (
     COMPILE_MODES,
     MemoryFailure,
     MemoryState,
+    ModelGeometry,
     Phase,
     RolloutPlan,
     RolloutWork,
@@ -185,6 +186,7 @@ class AdaptivePolicy(MemoryPolicy):
             pack_prompts=packs,
             trajectory_device=self.trajectory_device,
             reduce_each=not work.whole_gradient_bytes,
+            resident_blocks=_reference_away(work.geometry, memory),
             compile=self.compile,
         )
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
@@ -280,6 +282,12 @@ class WithinBudget(MemoryPolicy):
 
     def _bounded(self, memory: MemoryState) -> MemoryState:
         return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))
+
+
+def _reference_away(geometry: ModelGeometry, memory: MemoryState) -> int | None:
+    """Gives the blocks on the device where a reference's are all away, which an update need not bring back."""
+    away = memory.resident_blocks is not None and memory.resident_blocks <= geometry.model_blocks
+    return geometry.model_blocks if away and geometry.reference_blocks else None
 
 
 def _packs(wanted: bool | None, work: UpdateWork) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
@@ -152,8 +153,10 @@ def _fewer_rewarded(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
 def _fewer_resident(plan: Any, work: Work) -> Any:
     sizes = () if work is None else work.geometry.frozen_block_bytes
     staying = len(sizes) if plan.resident_blocks is None else min(plan.resident_blocks, len(sizes))
+    others = 0 if work is None else work.geometry.model_blocks
+    fewer = others if staying > others else staying // 2  # a reference leaves as a whole, and first
     # what comes and goes cannot be traced
-    return replace(plan, resident_blocks=staying // 2, compile=None) if staying and any(sizes) else None
+    return replace(plan, resident_blocks=fewer, compile=None) if staying and any(sizes) else None
 
 
 RESIDENT = Fallback(
@@ -401,12 +404,17 @@ def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, ti
 def fastest_with_weights_away(
     start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]
 ) -> Plan:
-    """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host."""
-    plan = fastest_that_fits(start, fallbacks, room, time)
-    if room.fits(plan):
+    """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host.
+
+    A reference is sent there already where what fits beside it is slower than that.
+    """
+    plan, copied = fastest_that_fits(start, fallbacks, room, time), room.work.geometry.reference_blocks
+    fits = room.fits(plan)
+    if fits and (not copied or start.resident_blocks is not None or time(plan) <= BAND):
         return plan
+    away = islice(_down(RESIDENT, start, room.work), 1 if fits else None)
     plans: list[Plan] = [plan]
-    plans.extend(fastest_that_fits(lower, fallbacks, room, time) for lower in _down(RESIDENT, start, room.work))
+    plans.extend(fastest_that_fits(lower, fallbacks, room, time) for lower in away)
     return min((plan for plan in plans if room.fits(plan)), key=time, default=plans[-1])
 
 
@@ -446,7 +454,8 @@ def _moved_bytes(plan: RolloutPlan | UpdatePlan, work: Work, memory: MemoryState
 
 def frozen_bytes(work: Work, resident: int | None, *, running: bool = True) -> int:
     """Counts the frozen weights of blocks on the device; while blocks run, those of two that wait on the host too."""
-    stay, passing = (0, 0) if work is None else work.geometry.frozen_bytes(resident)
+    scores = isinstance(work, RolloutWork)
+    stay, passing = (0, 0) if work is None else work.geometry.frozen_bytes(resident, scores=scores)
     return stay + passing if running else stay
 
 

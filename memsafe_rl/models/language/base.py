@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.models import refusal, unusable
-from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter, ResidentWeights
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
@@ -34,7 +34,7 @@ from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading
 from memsafe_rl.models.decoding.shared_prefix_cache import RowCache, SharedPrefixCache, SharedPrefixState, SourceMarks
 from memsafe_rl.models.geometry import read_geometry
-from memsafe_rl.models.host_weights import host_weights_of
+from memsafe_rl.models.host_weights import HostWeights, host_weights_of
 from memsafe_rl.models.module_state import as_reference, attention_configs, is_hooked, mend_attention, replaced
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import (
@@ -122,7 +122,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         self._attention_configs = self._all_configs = attention_configs(lm)  # the second, an encoder's too
         self._norms, self._rotations = norms_of(lm), rotations_of(lm)
         self._geometries: dict[tuple[int | None, int | None, bool, bool], ModelGeometry] = {}
-        self.host_weights = host_weights_of(lm)
+        self.host_weights = self._movable()
         mend_attention()
         _switch_off_checkpointing(lm)
         _keep_gradient_of_4bit_layers(lm)
@@ -189,8 +189,8 @@ class LanguageAdapter(ModelAdapter, ABC):
         if key not in self._geometries:
             copies = () if self.reference_adapter is None else (self.reference_adapter.model,)
             geometry = read_geometry(self.lm, copies=copies, slot_bytes=self.slot_bytes)
-            movable = self.host_weights.block_bytes
-            geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable)
+            movable, copied = self.host_weights.block_bytes, self.host_weights.reference_blocks
+            geometry = replace(geometry, shares_prompts=self.joins, frozen_block_bytes=movable, reference_blocks=copied)
             if self.in_8_bits:
                 key_bytes = self._key_bytes or geometry.kv_heads * (geometry.head_dim + CACHE_SCALE_BYTES)
                 source_bytes = None if geometry.source_bytes is None else 2 * key_bytes * self._cross_layers
@@ -209,7 +209,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
-        self.host_weights = host_weights_of(self.lm)
+        self.host_weights = self._movable()
         self._geometries.clear()
 
     def distribution(
@@ -332,6 +332,9 @@ class LanguageAdapter(ModelAdapter, ABC):
     def _note_heads(self, keys: Sequence[Tensor]) -> None:
         """Notes what the keys of a token take in 8 bits, in the widest layer."""
         self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
+
+    def _movable(self) -> HostWeights | ResidentWeights:
+        return host_weights_of(self.lm, None if self.reference_adapter is None else self.reference_adapter.lm)
 
     def _head(self) -> LinearHead | LogitsHead:
         bias_1V = getattr(self.lm, "final_logits_bias", None)

@@ -392,7 +392,7 @@ class ReferenceMix:
         """Mixes the parameters that are not mixed yet; after a failure, call it again."""
         while self._waiting:
             old, new = self._waiting[0]
-            old.lerp_(new.to(old.dtype), self._alpha)
+            old.lerp_(new.to(old), self._alpha)  # which may wait on the host
             self._waiting.popleft()
 
 
