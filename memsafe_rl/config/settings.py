@@ -595,7 +595,9 @@ class GRPOSettings(TrainerSettings):
         0.95, "How much a reward counts a turn earlier, for turn-level credit.", low=0, high=1
     )
     teacher_model_name_or_path: str | None = token_reference(
-        None, "Teacher for on-policy distillation, a name or a folder: a network of the model's family and vocabulary."
+        None,
+        "Teacher for on-policy distillation, a name or a folder: a network of the model's family and vocabulary, or "
+        "an adapter, which joins a model under LoRA on the same base.",
     )
     teacher_model_init_kwargs: Settings = token_reference(
         None, "Arguments of its from_pretrained, such as dtype; JSON on a command line.", resume="may change"

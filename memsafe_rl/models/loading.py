@@ -34,6 +34,7 @@ from memsafe_rl.models.language.base import is_encoder_decoder, language_model_o
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
 from memsafe_rl.models.routing import RouterLosses
+from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.models.vision.processors import freeze_unused_tower, reads_images, share_tower
 from memsafe_rl.types import Component, room_for_prompt
 
@@ -113,8 +114,7 @@ def load_model(
     device: torch.device | str = "cpu",
     with_reference: bool = False,
     ref_model: str | nn.Module | None = None,
-    teacher: str | None = None,
-    teacher_init_kwargs: Mapping[str, Any] | None = None,
+    teacher: Teacher | None = None,
     room_bytes: int | None = None,
     sees_images: bool = False,
 ) -> LoadedModel:
@@ -125,8 +125,9 @@ def load_model(
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
     adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Without an
     adapter ``ref_model`` may take the place of a copy: it is frozen in place, and stands aside where no reference is
-    wanted. A named ``teacher`` is the reference beside any model. Where the base under an adapter would take more than
-    ``room_bytes``, its blocks stay in host memory. The image tower of a named model learns where it ``sees_images``.
+    wanted. A ``teacher`` is the reference beside any model; one that is an adapter on the model's base joins it there.
+    Where frozen weights take more than ``room_bytes``, blocks of them stay in host memory. The image tower of a named
+    model learns where it ``sees_images``.
     """
     arguments = dict(model_init_kwargs or {})
     if quantization_config is not None:
@@ -166,11 +167,13 @@ def load_model(
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
         share_tower(language_model_of(trained), reference)
         if teacher is not None:
-            init = dict(teacher_init_kwargs or {})
-            own = read_config(teacher, told="teacher", trust_remote_code=trust_remote_code, model_init_kwargs=init)
-            check_teacher(teacher, own.config, facts.config)
-            reference = _from_name(teacher, own.config, init, trust_remote_code, device, frozen=True)
-            reference.requires_grad_(False).eval()
+            given, trusted = teacher.arguments, trust_remote_code
+            own = read_config(teacher.base, told="teacher", trust_remote_code=trusted, model_init_kwargs=given)
+            check_teacher(teacher.name, own.config, facts.config)
+            if isinstance(trained, PeftModel) and teacher.is_on(name_of(trained)):
+                teacher.join(trained)
+            else:
+                reference = teacher.over(_from_name(teacher.base, own.config, given, trusted, device, frozen=True))
         copied = None if reference is None else language_model_of(reference)
         put_on(language_model_of(trained), device, room_bytes, copied)
     if not any(weight.requires_grad for weight in trained.parameters()):

@@ -25,8 +25,10 @@ from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.workspaces import about_cuda
+from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.models.loading import check_teacher
+from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
@@ -155,7 +157,8 @@ class _Network:
     peft_config: Any
     quantization: Any
     trust_remote_code: bool
-    with_critic: bool  # whether a critic is trained beside its adapter
+    beside: Callable[[Any], None] | None  # puts a critic's or a teacher's adapter beside its own
+    teacher: Teacher | None = None  # a network of its own
     sees_images: bool = False  # whether a processor reads the prompts
 
     @classmethod
@@ -170,30 +173,34 @@ class _Network:
         quantization = quantization_config or init.get("quantization_config") or _declared_quantization(config)
         refusal.when(quantization is not None and peft_config is None, "quantization/adapter")
         settings.model_init_kwargs = None
-        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, critic == "adapter")
+        name, beside = settings.teacher_model_name_or_path, add_critic_adapter if critic == "adapter" else None
+        teacher = None if name is None else Teacher.named(name, dict(settings.teacher_model_init_kwargs or {}))
+        if teacher is not None and peft_config is not None and teacher.is_on(model):
+            beside, teacher = partial(teacher.join, fake=True), None
+        trusted = settings.trust_remote_code
+        return cls(config, init, device, peft_config, quantization, trusted, beside, teacher)
 
     def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
         """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""
         return fake_language_model(
             shallow_copy(self.config) if shallow else self.config,
             dtype=self.dtype(frozen=frozen),
-            peft_config=None if frozen else self.peft_config,
+            peft_config=self.peft_config,
             quantization_config=self.quantization,
             trust_remote_code=self.trust_remote_code,
             frozen=frozen,
-            with_critic=self.with_critic and not frozen,
+            beside=None if frozen else self.beside,
             sees_images=self.sees_images,
         )
 
     def reference_of(self, settings: TrainerConfig) -> Callable[[], Any]:
         """Gives what makes a run's reference: its teacher, a copy, or nothing where an adapter is switched off."""
-        if (name := settings.teacher_model_name_or_path) is not None:
-            init = dict(settings.teacher_model_init_kwargs or {})
-            config = config_for(name, "teacher", trust_remote_code=self.trust_remote_code)
-            check_teacher(name, config, self.config)
-            return partial(
-                replace(self, config=config, init=init, quantization=init.get("quantization_config")), frozen=True
-            )
+        if (teacher := self.teacher) is not None:
+            config = config_for(teacher.base, "teacher", trust_remote_code=self.trust_remote_code)
+            check_teacher(teacher.name, config, self.config)
+            init, adapter = teacher.arguments, teacher.adapter
+            own = replace(self, config=config, init=init, quantization=init.get("quantization_config"))
+            return partial(replace(own, peft_config=adapter), frozen=True)
         return partial(self, frozen=True) if settings.has_reference and self.peft_config is None else lambda: None
 
     def dtype(self, *, frozen: bool = False) -> torch.dtype:

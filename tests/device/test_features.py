@@ -48,6 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
     "sequence level": {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2},
     "partial rollouts": {"partial_rollout_tokens": 3},
     "sync_ref": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    "a reference on the host": {
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 1,
+        "policy": FixedPolicy(RolloutPlan(resident_blocks=0), UpdatePlan(resident_blocks=0)),
+    },
     "LoRA": {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"), "beta": 0.1},
     "Adafactor": {"optim": "adafactor"},
     "a budget": {"memory_budget": "64MiB"},

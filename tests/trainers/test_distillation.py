@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, SimulatedMemory, UpdatePlan
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.types import Phase
 from tests.faults.audit import audited
 from tests.preflight import beside
@@ -26,6 +29,18 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("teacher")
     tiny_model("qwen3", layers=3, hidden=64, seed=7, scale=4.0).save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved network, and in `adapter` an adapter on it that has learned something."""
+    path = tmp_path_factory.mktemp("base")
+    tiny_model(scale=4.0).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(path), config).save_pretrained(path / "adapter")
+    return path
 
 
 def no_reward(completions: list[str], **_: Any) -> list[float]:
@@ -88,8 +103,12 @@ def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: 
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
 
 
-def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str) -> None:
-    saving = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, adapter: bool) -> None:
+    saving: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    if adapter:
+        teacher = str(base / "adapter")
+        saving |= {"model": str(base), "peft_config": LoraConfig(**LORA), "memory_forecast": False}
     whole = distilled(tmp_path / "whole", teacher, **saving)
     with audited() as audit:
         whole.train()
@@ -110,6 +129,63 @@ def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool)
     assert held[Phase.SCORE] > sum(weight.nbytes for weight in trainer.setup.reference_model.parameters())
     for phase, size in trainer.forecast.phase_bytes.items():
         assert size == pytest.approx(held[phase], rel=0.01), phase
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_an_adapter_teaches_from_the_models_base_or_one_of_its_own(tmp_path: Path, base: Path, lora: bool) -> None:
+    given = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    trainer = distilled(tmp_path, str(base / "adapter"), model=str(base), memory_forecast=False, **given)
+    stored = first_rollout(trainer).trajectory
+    expert = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), base / "adapter")
+    assert (trainer.setup.reference_model is None) == lora
+    prompts, plain = stored.conditions.rows(), weights(trainer)
+    for row, ids in enumerate(stored.actions.rows()):
+        prompt = prompts[stored.condition_of_row[row]]
+        with torch.no_grad():
+            logits = expert(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1]
+        wanted = logits.log_softmax(-1)[range(len(ids)), ids]
+        torch.testing.assert_close(stored.ref_logprobs.rows()[row], wanted, rtol=0, atol=2e-5)
+    trainer.train()
+    assert not torch.equal(weights(trainer), plain)
+    for name, weight in trainer.model.named_parameters():
+        assert weight.requires_grad == (not lora or ".default." in name)
+    if lora:
+        learned = trainer.model.state_dict()
+        for name, weight in expert.state_dict().items():
+            if "lora" in name:
+                assert torch.equal(learned[name.replace("default", "ref")], weight)
+        trainer.save_model(str(tmp_path / "saved"))
+        assert not list((tmp_path / "saved").glob("ref*"))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        assert not any("ref" in name.split(".") for name, _ in loaded.named_parameters())
+
+
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_a_forecast_counts_an_adapter_that_teaches(base: Path, lora: bool) -> None:
+    given = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}
+    teacher = {"teacher_model_name_or_path": str(base / "adapter"), "alarms": False}
+    trainer, held = beside.run(base, given=given, overwrite_output_dir=True, **teacher)
+    assert trainer.forecast is not None
+    for phase, size in trainer.forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.01, abs=2**13), phase
+
+
+def test_adapters_that_cannot_teach_are_refused(tmp_path: Path, base: Path) -> None:
+    lora = {"peft_config": LoraConfig(**LORA), "model": str(base), "memory_forecast": False}
+    broken = tmp_path / "broken"
+    for name, change, told in (
+        ("adapter_config.json", lambda _: "{", "the adapter '.*broken' cannot teach"),
+        ("adapter_config.json", lambda text: text.replace(str(base), "elsewhere/none"), "teacher='elsewhere/none' has"),
+        ("adapter_config.json", lambda text: text.replace(f'"{base}"', "null"), "does not say what it is on"),
+        ("adapter_config.json", lambda text: text.replace('"bias": "none"', '"bias": "all"'), "bias"),
+        ("adapter_model.safetensors", lambda _: "nothing", "the adapter '.*broken' cannot teach"),
+    ):
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(base / "adapter", broken)
+        (broken / name).write_text(change((broken / name).read_text(errors="replace")))
+        with pytest.raises(MemsafeError, match=told):
+            distilled(tmp_path / "run", str(broken), **lora)
 
 
 def score_peak(trainer: GRPOTrainer) -> float:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from peft import PeftConfig, get_peft_model
+from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
-from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.models.vision.processors import freeze_unused_tower
@@ -36,10 +36,13 @@ def fake_language_model(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
     frozen: bool = False,
-    with_critic: bool = False,
+    beside: Callable[[PeftModel], None] | None = None,
     sees_images: bool = False,
 ) -> Any:
-    """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`."""
+    """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`.
+
+    ``beside`` puts a further adapter beside its own.
+    """
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise refusal("quantization/bits")
     kind = auto_class_of(config)
@@ -55,8 +58,10 @@ def fake_language_model(
             with warnings.catch_warnings():  # PEFT asks transformers by an old name
                 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
                 model = get_peft_model(model, copy.deepcopy(peft_config))  # PEFT writes into it what it found
-                if with_critic:
-                    add_critic_adapter(model)
+                if beside is not None:
+                    beside(model)
+                if frozen:
+                    model.requires_grad_(False)
         for layer in layers:
             _quantise(layer, quantization_config)
     give_fake_weights(model)

@@ -29,6 +29,7 @@ from memsafe_rl.models.loading import (
     name_of,
     read_config,
 )
+from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.models.vision.families import FAMILIES
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
@@ -83,7 +84,8 @@ class LanguageModels(ModelFactory):
 
     def load(self, request: TrainingRequest, device: torch.device, room_bytes: int) -> LoadedModel:
         """Loads a model by name, or prepares a given one."""
-        teacher = self._config.teacher_model_name_or_path
+        named, given = self._config.teacher_model_name_or_path, self._config.teacher_model_init_kwargs
+        teacher = None if named is None else Teacher.named(named, dict(given or {}))
         return load_model(
             request.model,
             model_init_kwargs=self._config.model_init_kwargs,
@@ -93,7 +95,6 @@ class LanguageModels(ModelFactory):
             device=device,
             with_reference=self._config.has_reference and teacher is None,
             teacher=teacher,
-            teacher_init_kwargs=self._config.teacher_model_init_kwargs,
             ref_model=request.ref_model,
             room_bytes=room_bytes,
             sees_images=self._image_reader is not None,
