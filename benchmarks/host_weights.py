@@ -48,15 +48,16 @@ _QWEN3 = {"head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings":
 _IDS = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
 
 
-def _qwen3(vocab: int, hidden: int, layers: int) -> PretrainedConfig:
+def qwen3(vocab: int, hidden: int, layers: int) -> PretrainedConfig:
+    """Gives the config of a Qwen3 with heads 32 wide."""
     heads = hidden // 32
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     return Qwen3Config(**sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, **_QWEN3, **_IDS)
 
 
 NETWORKS: dict[str, PretrainedConfig] = {
-    "Qwen3, 0.9M": _qwen3(512, 96, 8),
-    "Qwen3, 17M": _qwen3(4096, 320, 12),
+    "Qwen3, 0.9M": qwen3(512, 96, 8),
+    "Qwen3, 17M": qwen3(4096, 320, 12),
     "SmolLM2-135M": LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -74,6 +75,11 @@ NETWORKS: dict[str, PretrainedConfig] = {
 def alternating(completions: list[str], **_: Any) -> list[float]:
     """Rewards every other completion."""
     return [float(index % 2) for index in range(len(completions))]
+
+
+def prompts_of_one_length() -> Dataset:
+    """Gives eight prompts."""
+    return Dataset.from_dict({"prompt": [f"{index:02d}".ljust(PROMPT_TOKENS, ".") for index in range(8)]})
 
 
 def trainer(folder: Path, policy: MemoryPolicy, on_device: bool, budget: int | None = None) -> GRPOTrainer:
@@ -97,10 +103,9 @@ def trainer(folder: Path, policy: MemoryPolicy, on_device: bool, budget: int | N
         disable_tqdm=True,
         use_cpu=not on_device,
     )
-    prompts = Dataset.from_dict({"prompt": [f"{index:02d}".ljust(PROMPT_TOKENS, ".") for index in range(8)]})
     lora = LoraConfig(r=8, target_modules="all-linear")
     given: dict[str, Any] = {"processing_class": byte_tokenizer(), "peft_config": lora, "memory_policy": policy}
-    return GRPOTrainer(str(folder), alternating, config, prompts, **given)
+    return GRPOTrainer(str(folder), alternating, config, prompts_of_one_length(), **given)
 
 
 def measure(name: str, make: Callable[[], GRPOTrainer], *, on_device: bool) -> dict[str, Any]:

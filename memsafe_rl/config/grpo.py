@@ -117,7 +117,7 @@ def _check_estimator(config: GRPOConfig) -> None:
 def _check_teacher(config: GRPOConfig) -> None:
     """Refuses settings of a teacher without one, and beside one what knows no advantage of a token."""
     if config.teacher_model_name_or_path is None:
-        names = ("teacher_model_init_kwargs", "distillation_coef")
+        names = ("teacher_model_init_kwargs", "distillation_coef", "distillation_top_k")
         _refuse_changed(config, names, "without a teacher", ", or set teacher_model_name_or_path")
         return
     why = "with a teacher, which gives every token an advantage of its own and is the only reference"

@@ -605,6 +605,12 @@ class GRPOSettings(TrainerSettings):
     distillation_coef: float = token_reference(
         1.0, "How much a token's advantage drops per nat that the model finds it likelier than the teacher.", above=0
     )
+    distillation_top_k: int | None = token_reference(
+        None,
+        "Tokens that the model finds likeliest at each place, which the teacher scores beside the drawn one: what they "
+        "would pay on average is taken off its advantage, without bias, for less noise; None: none.",
+        low=1,
+    )
     gradient_merge: str = objective(
         "sum",
         "How each step merges the objectives' gradients: 'sum', 'pcgrad' or 'cagrad'.",

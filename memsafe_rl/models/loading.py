@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -32,7 +31,13 @@ from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
 from memsafe_rl.models.language.factory import adapter_for, family_of
-from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import (
+    REFERENCE_ADAPTER,
+    adapter_weights,
+    kept_trainable,
+    quiet_peft,
+    refuse_trained_bias,
+)
 from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.models.vision.processors import freeze_unused_tower, reads_images, share_tower
@@ -153,8 +158,7 @@ def load_model(
                 module.requires_grad_(False)
         trained, reference = base, None
         if peft_config is not None:
-            with warnings.catch_warnings():  # PEFT asks transformers by an old name, which is no business of the user's
-                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            with quiet_peft():
                 trained = _with_adapter(base, peft_config)
         elif isinstance(base, PeftModel):
             if with_reference:

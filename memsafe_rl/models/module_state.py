@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -143,6 +144,14 @@ def adapter_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
     """Names the weights of one PEFT adapter of a model, those of tied layers once."""
     weights = model.named_parameters()
     return {key: weight for key, weight in weights if f".{name}." in key or key.endswith(f".{name}")}
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Keeps to itself that PEFT asks transformers by an old name, which is no business of the user's."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 @contextmanager

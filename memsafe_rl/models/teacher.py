@@ -18,7 +18,13 @@ from memsafe_rl.errors import first_line
 from memsafe_rl.hub import places_for
 from memsafe_rl.models import refusal
 from memsafe_rl.models.language.base import refuse_prompt_learning
-from memsafe_rl.models.module_state import REFERENCE_ADAPTER, adapter_weights, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import (
+    REFERENCE_ADAPTER,
+    adapter_weights,
+    kept_trainable,
+    quiet_peft,
+    refuse_trained_bias,
+)
 
 _SHARED = ("cache_dir", "token", "local_files_only")
 """Loading arguments that hold for the files of an adapter and of its base alike."""
@@ -78,6 +84,7 @@ class Teacher:
 
     def _loaded(self, load: Any) -> Any:
         try:
-            return load(self.name, **self.places)
+            with quiet_peft():
+                return load(self.name, **self.places)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
             raise refusal("teacher/adapter", name=self.name, reason=first_line(error)) from error

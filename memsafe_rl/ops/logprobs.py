@@ -91,6 +91,60 @@ def token_logprobs(
     return logprobs_M, entropies_M
 
 
+@torch.no_grad()
+def choice_logprobs(
+    distribution: TokenDistribution, choices: int | Tensor, *, temperature: float, tile: int
+) -> tuple[Tensor, Tensor]:
+    """Gives log-probs of the likeliest tokens of every place, or of given ones, a tile at a time, without gradient.
+
+    Args:
+        distribution: as in `token_logprobs`; the tokens that were taken are not looked at.
+        choices: how many of the likeliest tokens to take, at most all; or their ids (M, K), on the device.
+        temperature: as in `token_logprobs`.
+        tile: likewise.
+
+    Returns:
+        Ids (M, K), int64, the likeliest first or as given, and their log-probs (M, K), nats, float32 at least.
+    """
+    head, hidden_MD = distribution.head, distribution.hidden_MD
+    ids_MK: Tensor | None = None
+    logprobs_MK: Tensor | None = None
+    plain = isinstance(head, LinearHead)
+    exact = fixed_tiles(distribution.fixed_tiles)
+    with torch.autocast(hidden_MD.device.type, enabled=False) if plain else nullcontext(), exact:
+        if isinstance(head, LinearHead):
+            sizes = (head.scale, head.soft_cap, temperature, tile)
+            recipe = _Recipe(
+                _product_dtype(hidden_MD, head), *sizes, with_entropy=False, fixed_tiles=distribution.fixed_tiles
+            )
+            with charge(Component.LOGITS):
+                buffer_NV = _tile_buffer(hidden_MD, head.weight_VD, recipe)
+        for rows in _cuts(len(hidden_MD), tile):
+            with charge(Component.LOGITS):
+                if isinstance(head, LinearHead):
+                    logits_NV = buffer_NV[: rows.stop - rows.start]
+                    _write_scores(logits_NV, hidden_MD[rows], head.weight_VD, head.bias_V, recipe)
+                else:
+                    logits_NV = head(hidden_MD[rows])
+            for part in _cuts(len(logits_NV), _part(tile)):
+                scores_NV = logits_NV[part].to(torch.promote_types(logits_NV.dtype, torch.float32))
+                scores_NV = scores_NV if plain else scores_NV / temperature
+                where = slice(rows.start + part.start, rows.start + part.stop)
+                if isinstance(choices, int):
+                    ids_NK = scores_NV.topk(min(choices, scores_NV.shape[1])).indices
+                else:
+                    ids_NK = choices[where]
+                if ids_MK is None or logprobs_MK is None:
+                    shape = (len(hidden_MD), ids_NK.shape[1])
+                    ids_MK, logprobs_MK = ids_NK.new_empty(shape), scores_NV.new_empty(shape)
+                ids_MK[where] = ids_NK
+                logprobs_MK[where] = scores_NV.gather(1, ids_NK) - scores_NV.logsumexp(1, keepdim=True)
+            del logits_NV, scores_NV
+    assert ids_MK is not None, "there is a token"
+    assert logprobs_MK is not None, "likewise"
+    return ids_MK, logprobs_MK
+
+
 @dataclass(frozen=True)
 class _Recipe:
     """What turns a linear map's output into scores, and how it is cut."""

@@ -435,8 +435,14 @@ class Probe:
 
         everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup, rollout)
         if config.has_reference and not adapter.closed_form_kl:
+            ids = None
+            if likeliest := needs.likeliest:
+                scored(adapter, [everyone], setup.row_by_row, choices=likeliest)
+                sizes = zip(everyone, trajectory.action_lengths(everyone), strict=True)
+                with host_memory():
+                    ids = {row: torch.zeros(size, likeliest, dtype=torch.int64) for row, size in sizes}
             with adapter.reference() as reference:
-                scored(reference, [everyone])
+                scored(reference, [everyone], choices=ids)
         if self._collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
             later = [list(everyone)]
         if later:

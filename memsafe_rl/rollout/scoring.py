@@ -7,7 +7,7 @@ Axes: ``B`` rows, ``T`` completion tokens or denoising steps, ``M`` those of sev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
-from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
+from memsafe_rl.ops.logprobs import choice_logprobs, pad_rows, token_logprobs
 from memsafe_rl.slices import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.types import (
     Distribution,
@@ -29,6 +29,7 @@ from memsafe_rl.types import (
     Ragged,
     RolloutPlan,
     StateFeatures,
+    TokenDistribution,
     TokenScores,
     Trajectory,
     ValueHead,
@@ -36,6 +37,9 @@ from memsafe_rl.types import (
 
 Numbers = dict[str, Tensor]
 """Numbers of actions, (M,) or one row's (T,), by what they are called in `RowScores`."""
+
+Choices = int | Mapping[int, Tensor]
+"""Further tokens that are scored: so many of the likeliest ones at every place, or each row's, (T, K) int64."""
 
 Run = Callable[[Sequence[int], MicroBatch, RolloutPlan], tuple[Numbers, Sequence[int]]]
 """Takes rows, how they are run, and a plan; gives numbers (M,), and how many each row has."""
@@ -48,6 +52,8 @@ class RowScores(NamedTuple):
     entropies: Tensor | None = None  # (T,), nats; likewise; None unless wanted
     values: Tensor | None = None  # (T,), a critic's; None unless wanted
     kl: Tensor | None = None  # (T,), nats, to the reference in closed form; likewise; None unless wanted
+    choices: Tensor | None = None  # (T, K) int64, the likeliest tokens, or those asked for; None unless wanted
+    choice_logprobs: Tensor | None = None  # (T, K), nats, theirs
 
 
 def score_rows(
@@ -101,12 +107,16 @@ def score_all(
     columns: Sequence[int] | None = None,
     value_head: ValueHead | None = None,
     packed: bool | None = None,
+    choices: Choices | None = None,
 ) -> list[RowScores]:
-    """Scores the actions of any rows without gradient, a slice at a time, packed where that saves enough or as told."""
+    """Scores the actions of any rows without gradient, a slice at a time, packed where that saves enough or as told.
+
+    With ``choices``, so many of the likeliest tokens at every place are scored too, or those given for each row.
+    """
 
     def score(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:
-        least, shape = min(tile, plan.score_tokens), (micro.columns, micro.packed)
-        return _scored(adapter, trajectory, chosen, *shape, temperature, least, with_entropy, with_kl, value_head)
+        least, how = min(tile, plan.score_tokens), (with_entropy, with_kl, value_head, choices)
+        return _scored(adapter, trajectory, chosen, micro.columns, micro.packed, temperature, least, *how)
 
     wanted = {"logprobs": True, "entropies": with_entropy, "kl": with_kl, "values": value_head is not None}
     kinds = [kind for kind, is_wanted in wanted.items() if is_wanted]
@@ -184,7 +194,8 @@ def _in_slices(
         if not waiting:
             return None
         numbers, lengths = run([rows[place] for place in waiting[0].places], waiting[0], plan)
-        return waiting[0], {kind: torch.split(each_M.cpu(), list(lengths)) for kind, each_M in numbers.items()}
+        there = {kind: each_M.cpu() if each_M.dim() == 1 else to_host(each_M) for kind, each_M in numbers.items()}
+        return waiting[0], {kind: torch.split(each_M, list(lengths)) for kind, each_M in there.items()}
 
     lengths = trajectory.action_lengths(rows)
     with torch.no_grad(), eval_mode(adapter.model):
@@ -234,6 +245,7 @@ def _scored(
     with_entropy: bool,
     with_kl: bool,
     value_head: ValueHead | None,
+    choices: Choices | None = None,
 ) -> tuple[Numbers, Sequence[int]]:
     """Scores rows in one forward; a function of its own, so that its hidden states are gone before the next one."""
     means = _reference_means(adapter, trajectory, rows, columns) if with_kl else None
@@ -248,6 +260,11 @@ def _scored(
         numbers["kl"] = gaussian_kl(distribution)
     if value_head is not None:
         numbers["values"] = _values(distribution, value_head)
+    if choices is not None and isinstance(distribution, TokenDistribution):
+        wanted = choices if isinstance(choices, int) else torch.cat([choices[row] for row in rows])
+        wanted = wanted if isinstance(wanted, int) else wanted.to(distribution.hidden_MD.device)
+        ids_MK, chances_MK = choice_logprobs(distribution, wanted, temperature=temperature, tile=tile)
+        numbers |= {"choices": ids_MK, "choice_logprobs": chances_MK}
     return numbers, distribution.lengths
 
 

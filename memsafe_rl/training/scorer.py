@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -140,9 +140,11 @@ class Scorer:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A KL in closed form is taken in the update, from the means of both networks.
         referred = self._settings.has_reference and not self.adapter.closed_form_kl
-        everyone = list(range(len(trajectory)))
+        everyone, likeliest = list(range(len(trajectory))), self._setup.advantages.needs.likeliest
         with self._setup.memory.phase(Phase.SCORE):
-            if referred:
+            if likeliest:
+                trajectory = self._compared(trajectory, likeliest)
+            elif referred:
                 with self.adapter.reference() as reference:
                     trajectory = replace(trajectory, ref_logprobs=self.scored(reference, trajectory, everyone))
             trajectory = self._setup.advantages.score(self, trajectory, later_rows)
@@ -150,6 +152,28 @@ class Scorer:
                 old = trajectory.old_logprobs or self.scored(self.adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
         return trajectory
+
+    def _compared(self, trajectory: Trajectory, count: int) -> Trajectory:
+        """Adds log-probs of model and reference, and by how much the likeliest tokens' differ on average."""
+        everyone, setup = list(range(len(trajectory))), self._setup
+        # which tokens are the likeliest must not depend on how rows are cut
+        mine, own = self.passed(self.adapter, trajectory, everyone, setup.row_by_row, choices=count)
+        wanted = {row: cast(Tensor, scores.choices) for row, scores in zip(mine, own, strict=True)}
+        with self.adapter.reference() as reference:
+            _, others = self.passed(reference, trajectory, everyone, choices=wanted)
+
+        def gaps() -> list[Tensor]:
+            pairs = [(one.choice_logprobs, other.choice_logprobs) for one, other in zip(own, others, strict=True)]
+            return [(ours.exp() * (ours - theirs)).sum(-1) for ours, theirs in cast(list[tuple[Tensor, Tensor]], pairs)]
+
+        with host_memory(), charge(Component.TRAJECTORY):
+            gaps_of_mine = setup.recovery.repeat(Stage.STORE, gaps)
+        return replace(
+            trajectory,
+            old_logprobs=self.laid_beside(trajectory, mine, [scores.logprobs for scores in own]),
+            ref_logprobs=self.laid_beside(trajectory, mine, [scores.logprobs for scores in others]),
+            expected_gaps=self.laid_beside(trajectory, mine, gaps_of_mine),
+        )
 
     def score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
         """Gives importance weights to the rows that older weights began; all others weigh 1."""

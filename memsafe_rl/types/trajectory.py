@@ -201,6 +201,9 @@ class Trajectory:
     returns: Ragged | None = None  # per action, what the critic should have said; None without a critic
     # nats, at half the temperature, until advantages are known; B rows, None where nobody needs them
     sharper_logprobs: Ragged | None = None
+    # per action, the mean of log-prob less the reference's over the model's likeliest actions, weighted by how likely
+    # the model finds them; nats, until advantages are known; None where nobody needs it
+    expected_gaps: Ragged | None = None
     # one advantage per action, in place of ``advantages`` in the loss; None for one per row
     action_advantages: Ragged | None = None
     # (B, K) float32, of each of K objectives; NaN where one did not score a row; None where there is but one, which

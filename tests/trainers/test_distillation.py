@@ -58,10 +58,14 @@ def first_rollout(trainer: GRPOTrainer) -> Any:
     return trainer.loop.collect()
 
 
+@pytest.mark.parametrize("top_k", [None, 1, 5, 1000], ids=lambda top_k: f"top_k={top_k}")
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "LoRA"])
-def test_advantages_are_those_of_the_two_networks_own_logits(tmp_path: Path, teacher: str, lora: Any) -> None:
+def test_advantages_are_those_of_the_two_networks_own_logits(
+    tmp_path: Path, teacher: str, lora: Any, top_k: int | None
+) -> None:
     peft = None if lora is None else LoraConfig(**lora)
-    more = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+    more: dict[str, Any] = {"reward_funcs": lambda completions, **_: [float(len(text)) for text in completions]}
+    more["distillation_top_k"] = top_k
     trainer = distilled(tmp_path, teacher, distillation_coef=0.5, temperature=0.7, peft_config=peft, **more)
     stored = first_rollout(trainer).trajectory
     expert = trainer.setup.reference_model
@@ -72,11 +76,15 @@ def test_advantages_are_those_of_the_two_networks_own_logits(tmp_path: Path, tea
         prompt = prompts[stored.condition_of_row[row]]
         both = torch.cat([prompt, ids])[None]
         with torch.no_grad():
-            ours, theirs = (
-                (network(both).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)[range(len(ids)), ids]
+            ours_TV, theirs_TV = (
+                (network(both).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
                 for network in (trainer.model, expert)
             )
+        ours, theirs = (each_TV[range(len(ids)), ids] for each_TV in (ours_TV, theirs_TV))
         wanted = stored.advantages[row] - 0.5 * (ours - theirs)
+        if top_k is not None:
+            likeliest_TK, at_TK = ours_TV.topk(min(top_k, ours_TV.shape[-1]))
+            wanted += 0.5 * (likeliest_TK.exp() * (likeliest_TK - theirs_TV.gather(-1, at_TK))).sum(-1)
         torch.testing.assert_close(stored.action_advantages.rows()[row], wanted, rtol=0, atol=2e-5)
     assert float((stored.action_advantages.flat - stored.advantages.mean()).abs().max()) > 0.1
 
@@ -90,7 +98,11 @@ def test_the_model_comes_nearer_to_its_teacher_without_any_reward(tmp_path: Path
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("settings", [{}, {"peft_config": LoraConfig(**LORA)}, {"num_iterations": 2}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"peft_config": LoraConfig(**LORA)}, {"num_iterations": 2}, {"distillation_top_k": 4, "num_iterations": 2}],
+    ids=str,
+)
 def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: dict[str, Any]) -> None:
     found = []
     for rows, tokens in ((64, 4096), (3, 20)):
@@ -105,7 +117,7 @@ def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: 
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, adapter: bool) -> None:
-    saving: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    saving: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "distillation_top_k": 3}
     if adapter:
         teacher = str(base / "adapter")
         saving |= {"model": str(base), "peft_config": LoraConfig(**LORA), "memory_forecast": False}
@@ -119,12 +131,14 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, ada
 
 
 @pytest.mark.slow_after(1)
+@pytest.mark.parametrize("top_k", [None, 50])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
-def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool) -> None:
+def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool, top_k: int | None) -> None:
     tiny_model("qwen3", layers=1, hidden=32).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     given = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}
-    trainer, held = beside.run(tmp_path, given=given, teacher_model_name_or_path=teacher, alarms=False)
+    named = {"teacher_model_name_or_path": teacher, "distillation_top_k": top_k, "alarms": False}
+    trainer, held = beside.run(tmp_path, given=given, **named)
     assert trainer.forecast is not None
     assert held[Phase.SCORE] > sum(weight.nbytes for weight in trainer.setup.reference_model.parameters())
     for phase, size in trainer.forecast.phase_bytes.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, cast
@@ -16,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.models.module_state import quiet_peft
 from memsafe_rl.models.vision.processors import freeze_unused_tower
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import empty_like, give_fake_weights, true_numbers
@@ -55,8 +55,7 @@ def fake_language_model(
         if frozen or peft_config is not None:
             model.requires_grad_(False)
         if peft_config is not None:
-            with warnings.catch_warnings():  # PEFT asks transformers by an old name
-                warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            with quiet_peft():
                 model = get_peft_model(model, copy.deepcopy(peft_config))  # PEFT writes into it what it found
                 if beside is not None:
                     beside(model)

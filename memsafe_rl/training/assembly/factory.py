@@ -273,7 +273,7 @@ def _advantages(
     if isinstance(config, RLOOConfig):
         return leave_one_out_advantages(config)
     if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
-        return distilled_advantages(config.distillation_coef)
+        return distilled_advantages(config.distillation_coef, config.distillation_top_k)
     if isinstance(config, GRPOConfig) and config.advantage_estimator == "otb":
         refusal.when(adapter.time_separable, "advantage_estimator/tokens", value="otb")
         return token_baseline_advantages()
