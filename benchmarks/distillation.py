@@ -4,8 +4,8 @@
 
 The quickstart's task and model, warmed up once a seed. The teacher is twice as wide and has two blocks more, and has
 seen right answers only. Plain GRPO learns from the rewards, distillation from the teacher alone, and the third from
-both; two rivals have what the eight likeliest tokens would pay on average taken off. They differ in nothing else. Shows held-out accuracy after equal optimizer steps, as mean ± standard deviation
-over the seeds.
+both; of "less the mean", what the eight likeliest tokens would pay on average is taken off. Rivals differ in nothing
+else. Shows held-out accuracy after equal optimizer steps, as mean ± standard deviation over the seeds.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ class Scene:
         half: whether weights are held in bfloat16.
         critic: "trunk", "adapter", "model" or, of a denoiser, "states", what foresees rewards in PPO; None for GRPO.
         reads_images: family of the network that is trained on prompts with images, tower and all; None for texts.
+        taught: whether a wider network teaches, which waits on the host.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Scene:
     denoises: bool = False
     half: bool = False
     reads_images: str | None = None
+    taught: bool = False
 
     @property
     def burst(self) -> int:
@@ -201,6 +203,12 @@ SCENES = (
         lora=True,
         settings={"beta": 0.05},
     ),
+    Scene(
+        "full, a teacher on the host, leaner plans",
+        HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
+        settings={"distillation_top_k": 4},
+        taught=True,
+    ),
     Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),
     Scene(
         "bfloat16 rounded at random, AdamW that allocates as it steps",
@@ -317,6 +325,9 @@ def make_trainer(
         targets, kind = ["up", "down"], None
     adapter = LoraConfig(r=4, lora_dropout=scene.dropout, target_modules=targets, task_type=kind)
     named = {**usual, **scene.settings, **settings}
+    if scene.taught:
+        named["teacher_model_name_or_path"] = str(output_dir.with_name(f"{output_dir.name}-teacher"))
+        small_qwen3(VOCAB_SIZE, hidden=64).save_pretrained(named["teacher_model_name_or_path"])
     if scene.critic is None:
         make: Any = partial(GRPOTrainer, args=GRPOConfig(**named))
     else:

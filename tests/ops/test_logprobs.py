@@ -7,7 +7,7 @@ from torch.nn.functional import linear
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.ops.logprobs import pad_rows, token_logprobs
+from memsafe_rl.ops.logprobs import choice_logprobs, pad_rows, token_logprobs
 from memsafe_rl.types import LinearHead, TokenDistribution
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
@@ -41,6 +41,32 @@ def parts(dtype=torch.float64, tokens=TOKENS, vocab=VOCAB):
 def scores(hidden, tokens, head, temperature=1.0, tile=4, with_entropy=True):
     distribution = TokenDistribution(hidden, tokens, (len(tokens),), head)
     return token_logprobs(distribution, temperature=temperature, tile=tile, with_entropy=with_entropy)
+
+
+@pytest.mark.parametrize("kind", ["linear", "function", "fixed tiles"])
+@pytest.mark.parametrize("tile", [1, 4, 100])
+@pytest.mark.parametrize(("scale", "cap", "temperature"), [(1.0, None, 1.0), (1.7, 2.5, 1.3)])
+def test_log_probs_of_the_likeliest_tokens_and_of_given_ones_equal_the_naive_form(kind, tile, scale, cap, temperature):
+    hidden, weight, bias, tokens = parts()
+    logits = linear(hidden, weight, bias) * scale
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    everything = (logits / temperature).log_softmax(-1)
+    likeliest, where = everything.topk(5)
+    bounded = (lambda values: values) if cap is None else (lambda values: cap * torch.tanh(values / cap))
+    head = LinearHead(weight, bias, scale, cap)
+    if kind == "function":
+        head = lambda states: bounded(linear(states, weight, bias) * scale)  # noqa: E731
+    distribution = TokenDistribution(hidden, tokens, (len(tokens),), head, kind == "fixed tiles")
+    how = {"temperature": temperature, "tile": tile}
+    ids, found = choice_logprobs(distribution, 5, **how)
+    assert torch.equal(ids, where)
+    torch.testing.assert_close(found, likeliest, **EXACT)
+    assert not found.requires_grad
+    given = torch.randint(VOCAB, (TOKENS, 3))
+    ids, found = choice_logprobs(distribution, given, **how)
+    assert torch.equal(ids, given)
+    torch.testing.assert_close(found, everything.gather(1, given), **EXACT)
+    assert choice_logprobs(distribution, 1000, **how)[1].shape == (TOKENS, VOCAB)
 
 
 def gradients(outputs, inputs, weights):
