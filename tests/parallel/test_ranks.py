@@ -22,6 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.parallel.replicas import Replicas
+from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer, weights
 
 SETTINGS: dict[str, Any] = {
@@ -157,7 +158,7 @@ def _stop_hung(processes: list[Any], silent: list[int], folder: Path, patience_s
 
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
-    trainer = make_trainer(Path(folder) / "two", per_device_train_batch_size=6, num_generations=4, **rest())
+    trainer = make_trainer(Path(folder) / "two", per_device_train_batch_size=6, num_generations=4, **rest(folder))
     trainer.train()
     torch.save(
         {"weights": weights(trainer), "history": trainer.history, "events": len(trainer.memory_events)},
@@ -166,23 +167,32 @@ def train_rank(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def rest() -> dict[str, Any]:
-    return {name: value for name, value in SETTINGS.items() if name != "num_generations"}
+def rest(folder: str | Path) -> dict[str, Any]:
+    """Gives the settings of a run; beside a folder "teacher", of one that learns from the network in it."""
+    found = {name: value for name, value in SETTINGS.items() if name != "num_generations"}
+    teacher = Path(folder) / "teacher"
+    if teacher.exists():
+        found |= {"beta": 0.0, "teacher_model_name_or_path": str(teacher), "distillation_top_k": 3}
+    return found
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taught", [False, True], ids=["rewards", "a teacher"])
+def test_two_ranks_learn_what_one_does(tmp_path: Path, taught: bool) -> None:
+    if taught:
+        tiny_model(layers=3, hidden=48, seed=7, scale=4.0).save_pretrained(tmp_path / "teacher")
     ranks = run_ranks(train_rank, tmp_path, PATIENCE_SECONDS)
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    one = make_trainer(tmp_path / "one", per_device_train_batch_size=12, num_generations=4, **rest())
+    one = make_trainer(tmp_path / "one", per_device_train_batch_size=12, num_generations=4, **rest(tmp_path))
     one.train()
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
-    start = make_trainer(tmp_path / "start", per_device_train_batch_size=12, num_generations=4, **rest())
+    start = make_trainer(tmp_path / "start", per_device_train_batch_size=12, num_generations=4, **rest(tmp_path))
     travelled = (weights(one) - weights(start)).norm()
     assert (ranks[0]["weights"] - weights(one)).norm() < 1e-4 * travelled
     for mine, theirs in zip(ranks[0]["history"], one.history, strict=True):
-        for name in ("loss", "kl", "entropy", "num_tokens", "grad_norm"):
+        assert mine.keys() == theirs.keys()
+        for name in {"loss", "kl", "distillation/kl", "entropy", "num_tokens", "grad_norm"} & theirs.keys():
             assert abs(mine[name] - theirs[name]) <= 1e-4 * max(1e-3, abs(theirs[name])), name
 
 
