@@ -52,9 +52,7 @@ class Lineage(NamedTuple):
 class RecordLog(Sequence[Record]):
     """Records in the order they were appended, read-only but for `append` and `amend`.
 
-    Records wait in memory until `flush` writes them: to a temporary file until `open` names the log's own. A disk that
-    is full loses nothing: what could not be written waits for the next flush. ``restore`` turns what JSON gives back
-    into a record; non-finite numbers are stored as null.
+    They wait in memory until a `flush` can write them. ``restore`` turns what JSON gives back into a record.
     """
 
     def __init__(self, restore: Callable[[Record], Record] | None = None) -> None:

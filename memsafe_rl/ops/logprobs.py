@@ -107,42 +107,43 @@ def choice_logprobs(
         Ids (M, K), int64, the likeliest first or as given, and their log-probs (M, K), nats, float32 at least.
     """
     head, hidden_MD = distribution.head, distribution.hidden_MD
-    ids_MK: Tensor | None = None
-    logprobs_MK: Tensor | None = None
-    plain = isinstance(head, LinearHead)
-    exact = fixed_tiles(distribution.fixed_tiles)
-    with torch.autocast(hidden_MD.device.type, enabled=False) if plain else nullcontext(), exact:
-        if isinstance(head, LinearHead):
-            sizes = (head.scale, head.soft_cap, temperature, tile)
-            recipe = _Recipe(
-                _product_dtype(hidden_MD, head), *sizes, with_entropy=False, fixed_tiles=distribution.fixed_tiles
-            )
-            with charge(Component.LOGITS):
-                buffer_NV = _tile_buffer(hidden_MD, head.weight_VD, recipe)
-        for rows in _cuts(len(hidden_MD), tile):
-            with charge(Component.LOGITS):
-                if isinstance(head, LinearHead):
-                    logits_NV = buffer_NV[: rows.stop - rows.start]
-                    _write_scores(logits_NV, hidden_MD[rows], head.weight_VD, head.bias_V, recipe)
-                else:
-                    logits_NV = head(hidden_MD[rows])
-            for part in _cuts(len(logits_NV), _part(tile)):
-                scores_NV = logits_NV[part].to(torch.promote_types(logits_NV.dtype, torch.float32))
-                scores_NV = scores_NV if plain else scores_NV / temperature
-                where = slice(rows.start + part.start, rows.start + part.stop)
-                if isinstance(choices, int):
-                    ids_NK = scores_NV.topk(min(choices, scores_NV.shape[1])).indices
-                else:
-                    ids_NK = choices[where]
-                if ids_MK is None or logprobs_MK is None:
-                    shape = (len(hidden_MD), ids_NK.shape[1])
-                    ids_MK, logprobs_MK = ids_NK.new_empty(shape), scores_NV.new_empty(shape)
-                ids_MK[where] = ids_NK
-                logprobs_MK[where] = scores_NV.gather(1, ids_NK) - scores_NV.logsumexp(1, keepdim=True)
-            del logits_NV, scores_NV
-    assert ids_MK is not None, "there is a token"
-    assert logprobs_MK is not None, "likewise"
-    return ids_MK, logprobs_MK
+    found: tuple[Tensor, Tensor] | None = None
+    for rows in _cuts(len(hidden_MD), max(1, tile // 2)):  # a sum over the vocabulary takes as much again
+        with charge(Component.LOGITS), fixed_tiles(distribution.fixed_tiles):
+            scores_NV = _scores_of(head, hidden_MD[rows], temperature, distribution.fixed_tiles)
+            ids_NK = choices[rows] if isinstance(choices, Tensor) else _likeliest(scores_NV, choices)
+            taken_NK = scores_NV.gather(1, ids_NK) - scores_NV.logsumexp(1, keepdim=True)
+        del scores_NV
+        if found is None:
+            shape = (len(hidden_MD), ids_NK.shape[1])
+            found = ids_NK.new_empty(shape), taken_NK.new_empty(shape)
+        found[0][rows], found[1][rows] = ids_NK, taken_NK
+    assert found is not None, "rows have tokens"
+    return found
+
+
+def _likeliest(scores_NV: Tensor, count: int) -> Tensor:
+    return scores_NV.topk(min(count, scores_NV.shape[1])).indices
+
+
+def _scores_of(head: LinearHead | LogitsHead, hidden_ND: Tensor, temperature: float, fixed: bool) -> Tensor:
+    """Gives logits over temperature (N, V)."""
+    if not isinstance(head, LinearHead):
+        logits_NV = head(hidden_ND)
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    recipe = _Recipe(
+        _product_dtype(hidden_ND, head),
+        head.scale,
+        head.soft_cap,
+        temperature,
+        len(hidden_ND),
+        False,
+        fixed_tiles=fixed,
+    )
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        scores_NV = _tile_buffer(hidden_ND, head.weight_VD, recipe)
+        _write_scores(scores_NV, hidden_ND, head.weight_VD, head.bias_V, recipe)
+    return scores_NV
 
 
 @dataclass(frozen=True)

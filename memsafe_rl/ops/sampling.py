@@ -35,37 +35,19 @@ class Draw(NamedTuple):
     tied_B: Tensor
 
 
-def sample_tokens(logits_BV: Tensor, keys_B4: Tensor, positions_B: Tensor, *, temperature: float = 1.0) -> Draw:
+def sample_with_noise(
+    logits_BV: Tensor, noise_BS: Tensor, *, temperature: float = 1.0, columns_W: Tensor | None = None
+) -> Draw:
     """Draws one token a row from ``softmax(logits / temperature)``, the same in any batch.
 
     The Gumbel-max trick (Maddison et al. 2014, "A* Sampling", eq. 1: ``argmax_i (z_i + g_i)`` is distributed as
     ``softmax(z)``), in two stages over N = ceil(V / W) blocks of W = ceil(sqrt(V)) tokens, so that a token costs N + W
     uniforms instead of V: first ``b = argmax_b (logsumexp_{i in b} z_i + g_b)``, then ``argmax_{i in b} (z_i + g_i)``.
-    The product of the two probabilities is the softmax, exactly. Departure from the paper: none but the stages.
-
-    The noise is a function of key, position and slot alone; a rounding difference in the logits changes the choice
-    only where two perturbed values nearly agree, and those draws are marked.
+    The product of the two probabilities is the softmax, exactly. Departure from the paper: none but the stages. A
+    rounding difference in the logits changes the choice only where two perturbed values nearly agree, which is marked.
 
     Args:
         logits_BV: (B, V), any float type, nats; -inf is never drawn. Computed in at least float32, never copied whole.
-        keys_B4: (B, 4) int64: seed, rollout, prompt and sample of each row.
-        positions_B: (B,) int64, index of the token in its completion.
-        temperature: divides the logits; greater than 0.
-
-    Returns:
-        The `Draw`.
-    """
-    noise_BS = gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1]))
-    return sample_with_noise(logits_BV, noise_BS, temperature=temperature)
-
-
-def sample_with_noise(
-    logits_BV: Tensor, noise_BS: Tensor, *, temperature: float = 1.0, columns_W: Tensor | None = None
-) -> Draw:
-    """Draws as `sample_tokens` does, with noise that was made before.
-
-    Args:
-        logits_BV: (B, V), any float type, nats; -inf is never drawn.
         noise_BS: (B, S) float64 of `gumbel_noise`, or the first of (steps, B, S) of `noise_ahead`.
         temperature: divides the logits; greater than 0.
         columns_W: 0, 1, … on the device, W or more of them; None to count here.
@@ -103,7 +85,7 @@ def noise_slots(vocab: int) -> int:
 
 
 def noise_ahead(words_B: Tensor, positions_B: Tensor, vocab: int, steps: int) -> Tensor:
-    """Gives the noise of each row's next draws, as `sample_tokens` would make it one by one.
+    """Gives the noise of each row's next draws, a function of key, position and slot alone.
 
     Args:
         words_B: (B,) int64, each row's key, from `hash_keys`.

@@ -45,11 +45,7 @@ _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks ar
 
 
 def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
-    """Opens accelerate for one trainer, on the device that it asks for, which no later one changes.
-
-    Accelerate keeps one state for all of a process, with the device of whoever came first. A trainer that wants another
-    one gets a copy of that state.
-    """
+    """Opens accelerate for one trainer, on a device that no later one changes, though a process has one state."""
     use_cpu = use_cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
     accelerator = Accelerator(cpu=use_cpu and not is_initialized(), **options)
     device = torch.device("cpu") if use_cpu else PartialState().default_device
@@ -174,11 +170,7 @@ class Replicas:
                 pass
 
     def fail(self, reason: str) -> None:
-        """Tells the other ranks that this one has ended: each of them raises at its next collective.
-
-        Returns when all have heard it or are gone. Does nothing where they know already, where they cannot be reached
-        because a collective was cut off in the middle, or where there are none.
-        """
+        """Tells the other ranks that this one has ended, if it can: each of them raises at its next collective."""
         if self._ended is not None:
             return
         self._ended = f"This rank has ended already: {reason}"

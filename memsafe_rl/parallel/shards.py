@@ -290,11 +290,7 @@ class ShardedWeights:
         return math.hypot(whole, *self._ranks.gather([divided]))
 
     def on_main(self, value: T) -> T:
-        """Copies the tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only.
-
-        All ranks call it with the same names in the same order; the others get nothing where a tensor is divided. What
-        is tied stays so.
-        """
+        """Copies tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only."""
         return self._brought(value, {})  # type: ignore[no-any-return]
 
     def _brought(self, value: Any, known: dict[Any, Any]) -> Any:

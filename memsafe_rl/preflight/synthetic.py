@@ -17,11 +17,7 @@ from memsafe_rl.types import Ragged, Trajectory
 def lay_down(
     prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int, objectives: int = 0
 ) -> Trajectory:
-    """Lays prompts and completions down as a rollout in which every action counts and no advantage is zero.
-
-    Advantages are made up, alternating in sign and different in every row: rewards of an untrained model are often
-    all equal, and their gradient zero, which would prove nothing.
-    """
+    """Lays prompts and completions down as a rollout in which every action counts and no advantage is zero."""
     rows = len(completions)
     signs = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows]
     advantages = signs * (0.5 + torch.arange(rows) / rows)

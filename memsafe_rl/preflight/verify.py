@@ -189,13 +189,9 @@ def require_proof(loop: TrainingLoop) -> None:
 def verify_plan(loop: TrainingLoop) -> Verification:
     """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures.
 
-    The probe samples completions for the first prompts of the dataset, as many as one optimizer step takes, scores
-    them where the run does, and takes the gradient of the run's own loss. Advantages are made up, all different and
-    none zero, so that every row counts; reward functions are not called. All three gradients are of the completions
-    that the chosen plan sampled.
-
-    The plain plan decodes all rows together and learns from them in one micro-batch, with all logits at once, nothing
-    recomputed and everything on the device. Where it does not fit, half of the chosen plan takes its place.
+    All three gradients are of the completions that the chosen plan samples for the first prompts of the dataset, with
+    made-up advantages; reward functions are not called. The plain plan learns from all rows in one micro-batch, with
+    nothing recomputed or on the host. Where it does not fit, half of the chosen plan takes its place.
     """
     if loop.setup.committer is None:
         loop.make_optimizer()

@@ -118,15 +118,8 @@ class Drawing:
 def check_worst_case(loop: TrainingLoop) -> dict[str, int]:
     """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
 
-    The rollout is tried at its first moment (as many prompts as a wave reads) and at its last one (every row in
-    flight as long as it can become), without decoding up to it; likewise an evaluation, where the run has one; the
-    largest pass of every reward model, at as many tokens; a scoring pass where the run needs one; the update by two
-    micro-batches of the longest rows; the commit up to the point where weights would move. Reward functions are not
-    called; nor is the first step of an optimizer that makes its state then (those of bitsandbytes) tried.
-
-    Weights, optimizer, random generators, data position and plans are untouched if everything fits, and the run
-    learns bit for bit what it would have learnt. If a plan failed, its failure is remembered, so that the policy
-    plans leaner from the first step on.
+    No reward function is called, and no weight moves. Not tried is the first step of an optimizer that makes its state
+    then (those of bitsandbytes). If a plan failed, the policy plans leaner from the first step on.
     """
     while True:
         outcome = _try(loop)

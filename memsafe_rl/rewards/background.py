@@ -50,11 +50,7 @@ class Running:
 
 
 class BackgroundLoop:
-    """An event loop that lives as long as the run, in its own thread.
-
-    One loop for the whole run, because network clients that users keep between calls belong to the loop that made
-    them; its own thread, because a notebook already runs a loop in this one.
-    """
+    """An event loop in a thread, as long as the run: clients that users keep belong to the loop they began in."""
 
     def __init__(self) -> None:
         self._thread: _Thread | None = None

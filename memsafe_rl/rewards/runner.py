@@ -193,12 +193,7 @@ class RewardRunner:
         trainer_state: Any,
         attempt: Attempt,
     ) -> PendingScores:
-        """Calls every reward function once on all rows.
-
-        Reward models come first, then the functions in their order, then the async ones together. Only what this
-        library does itself may be repeated when memory runs out: a reward model's pass, and writing down what the
-        functions returned.
-        """
+        """Calls every reward function once on all rows: models, then functions in order, then async ones together."""
         given = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         calls = Calls({**columns, **given, "trainer_state": trainer_state}, len(prompts), self._patience)
         if len(prompts) == 0:

@@ -69,11 +69,7 @@ def score_rows(
     packed: bool = False,
     value_head: ValueHead | None = None,
 ) -> TokenScores:
-    """Scores the actions of some rows in one forward; carries a graph if gradients are enabled.
-
-    Equals log-softmax over full ``[B, T, V]`` logits divided by the temperature, gathered at the actions; for states of
-    a denoising chain, the log-density of the scheduler's Gaussian, which knows no temperature.
-    """
+    """Scores the actions of some rows in one forward; carries a graph if gradients are enabled."""
     numbers, lengths = _scored(
         adapter, trajectory, rows, columns, packed, temperature, tile, with_entropy, with_kl, value_head
     )

@@ -97,10 +97,7 @@ class Checkpoints:
         return saved_weights(setup.model), self._critics(), tensors
 
     def saved(self) -> Saved:
-        """Gives the tensors of a checkpoint; those that are divided, whole on the host of the main rank.
-
-        All ranks take part where weights are divided.
-        """
+        """Gives the tensors of a checkpoint; those that are divided come whole to the main rank, by all ranks' help."""
         return self._setup.shards.on_main(self._saved())
 
     def writer(self) -> Callable[[Path], None]:

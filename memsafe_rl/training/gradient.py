@@ -288,10 +288,7 @@ def check_separable(settings: LossSettings) -> None:
 
 
 def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
-    """Goes over rows × columns, forward and backward of a rectangle at a time, so that bytes do not grow with columns.
-
-    What is measured of a row is measured at the end, on all its columns, on the host: its numbers grow with them.
-    """
+    """Goes over rows × columns, a rectangle forward and backward at a time: bytes do not grow with columns."""
     terms, trajectory = shared.terms, shared.trajectory
     check_separable(terms.settings)
     with host_memory():

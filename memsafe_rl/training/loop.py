@@ -64,11 +64,7 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
 
 
 class TrainingLoop:
-    """Runs a setup's steps in order, and tells callbacks of them.
-
-    The setup is complete but for what moves the weights. `before_training` runs once everything is there and before
-    the first step, and leaves everything as it was.
-    """
+    """Runs a setup's steps in order, and tells callbacks of them; `before_training` leaves everything as it was."""
 
     def __init__(
         self,

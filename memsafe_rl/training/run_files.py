@@ -124,8 +124,7 @@ class RunFiles:
     ) -> None:
         """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
 
-        With `wait` it is there when this returns, whatever `save_in_background` says. Where this one, or the one that
-        was still being written, cannot be, a `SaveError` is raised if `on_save_error` says so.
+        With `wait` it is there when this returns. Raises a `SaveError` if `on_save_error` says so.
         """
         self.finish()
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)

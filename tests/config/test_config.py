@@ -64,6 +64,7 @@ NEW = {
     "vllm_server_weights_dir",
     "advantage_estimator",
     "distillation_coef",
+    "distillation_top_k",
     "teacher_model_init_kwargs",
     "teacher_model_name_or_path",
     "sampler_rejection",

@@ -202,6 +202,21 @@ def distillation() -> list[Row]:
     return [(name, of_seeds(tries, "before", "after", "teacher")) for name, tries in runs]
 
 
+def teacher_memory() -> list[Row]:
+    return [
+        (
+            f"{trained} {kind}",
+            [
+                one["peak_bytes"] / MB,
+                one["peak_bytes"] / found["resident"]["peak_bytes"],
+                100 * one["worst_phase_error"],
+            ],
+        )
+        for trained, found in results("teacher_memory")["cases"].items()
+        for kind, one in found.items()
+    ]
+
+
 def unique_tokens() -> list[Row]:
     def row(one: Any) -> Row:
         tokens, of = one["tokens"], one["of_padded"]
@@ -250,6 +265,7 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "turn_credit": (FIGURES, "## Credit for turns", slice(1), turn_credit),
     "rereading": ("docs/agents.md", "`python -m benchmarks.rereading`", slice(1), rereading),
     "distillation": (FIGURES, "## A larger teacher beside plain GRPO", slice(1), distillation),
+    "teacher_memory": (FIGURES, "## Where a teacher lies", slice(2), teacher_memory),
     "unique_tokens": (FIGURES, "## Turns that sequences share", slice(2), unique_tokens),
     "roofline": (FIGURES, "## The machine's own speed", slice(2), roofline),
     "ppo_layouts": ("docs/ppo.md", "`python -m benchmarks.ppo_layouts`", slice(1), ppo_layouts),

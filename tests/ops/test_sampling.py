@@ -6,12 +6,26 @@ import pytest
 import torch
 
 from memsafe_rl.ops import sampling
-from memsafe_rl.ops.sampling import gumbel_noise, hash_fields, sample_tokens, taken_logprobs, uniform_noise
+from memsafe_rl.ops.sampling import (
+    Draw,
+    gumbel_noise,
+    hash_fields,
+    noise_slots,
+    sample_with_noise,
+    taken_logprobs,
+    uniform_noise,
+)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def sample_tokens(logits_BV: torch.Tensor, keys_B4: torch.Tensor, positions_B: torch.Tensor, **how: float) -> Draw:
+    """Draws one token a row, with the noise of its key and position."""
+    noise_BS = gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1]))
+    return sample_with_noise(logits_BV, noise_BS, **how)
 
 
 def keys_of(rows: int, seed: int = 0, rollout: int = 0, prompt: int = 0, sample: int | None = None) -> torch.Tensor:

@@ -16,7 +16,6 @@ from trl.data_utils import prepare_multimodal_messages
 from examples import count_squares
 from memsafe_rl import ConfigError, DataError, GRPOConfig, PPOConfig, PPOTrainer, SimulatedMemory
 from memsafe_rl.data.prompts import images_of, with_images
-from memsafe_rl.ops.sampling import sample_tokens
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey
 from tests.images import (
@@ -34,6 +33,7 @@ from tests.images import (
     small,
     tower_of,
 )
+from tests.ops.test_sampling import sample_tokens
 from tests.preflight.beside import alternating
 from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, gradient_under, make_trainer, relative, weights

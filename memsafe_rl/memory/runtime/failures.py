@@ -48,18 +48,9 @@ _WRAPPING_LIBRARIES = frozenset({"accelerate", "bitsandbytes", "peft", "safetens
 def is_out_of_memory(error: BaseException) -> bool:
     """Tells whether an error is a device allocation that failed.
 
-    True for `torch.OutOfMemoryError`; for the messages with which the CUDA, HIP, XPU and MPS runtimes, their libraries
-    (cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT, NCCL, Triton) and the CPU allocator report the same thing as a
-    `RuntimeError`; and for an error that a library raised ``from`` one of these. Only the beginning of a message
-    counts, so that text quoted in somebody else's error does not.
-
-    False for everything else, in particular:
-
-    - `MemoryError`: Python's own heap, or a reward's, failed; no plan for the device gives it bytes back.
-    - A status that has other causes too (``CUBLAS_STATUS_NOT_INITIALIZED``, ``CUSOLVER_STATUS_INTERNAL_ERROR``,
-      ``UR_RESULT_ERROR_OUT_OF_RESOURCES``): a bad index in a kernel reads the same, and must not be retried.
-    - A user's own exception class, even if raised ``from`` an allocation failure, and an error that merely happened
-      while one was handled.
+    True for `torch.OutOfMemoryError`, for messages of device runtimes, their libraries and the CPU allocator that begin
+    by saying so, and for errors raised ``from`` one of these by a library. False for `MemoryError`, of Python's own
+    heap; for a status that a bad index in a kernel gives too; and for a user's own exception class.
     """
     return _allocation_failure(error) is not None
 

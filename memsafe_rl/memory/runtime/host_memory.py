@@ -53,12 +53,8 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 def offloaded(weights: Iterable[Tensor]) -> Iterator[None]:
     """Keeps in host memory what autograd saves inside, until the backward pass asks for it; gradients do not change.
 
-    Weights and their views stay where they are, for they lie on the device anyway; so do tensors under 1 KiB and those
-    on the host already. What several operators save, or several views of it, is moved once. It differs from
-    `torch.autograd.graph.save_on_cpu`, which moves weights too and every tensor as often as it is saved. Around blocks
-    under non-reentrant checkpointing, only their inputs are saved, and moved.
-
-    Only the forward pass must run inside. On a CPU it does nothing unless a simulated device counts.
+    Unlike `torch.autograd.graph.save_on_cpu`, it leaves weights, their views and small tensors where they are, and
+    moves what is saved several times once. Only the forward pass must run inside.
     """
     kept = list(weights)
     if all(weight.device.type == "cpu" for weight in kept) and not listened_to():

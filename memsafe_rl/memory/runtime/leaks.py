@@ -112,11 +112,9 @@ def find_strays(
     limit: int = 5,
     before: Mapping[Kind, int] | None = None,
 ) -> list[Stray]:
-    """Searches all of Python's objects for tensors that belong to nobody known; allocates no tensor.
+    """Searches all of Python's objects for tensors that belong to nobody known, parameters aside; allocates no tensor.
 
-    Tensors that exist only inside an autograd graph are invisible to Python; the tensor that holds the graph is not,
-    so these come first, then kinds of which there are as many as a leak leaves behind, then the largest. Parameters are
-    left out: another model's weights are large and no leak.
+    Those that hold a graph come first, since tensors inside one are invisible, then what there is much of, by size.
     """
     earlier: Mapping[Kind, int] = before or {}
     strays = [

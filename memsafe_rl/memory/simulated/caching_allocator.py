@@ -141,11 +141,6 @@ class CachingAllocator:
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = _ADDRESSES
 
-    @property
-    def needed_bytes(self) -> int:
-        """Reserved bytes that could not be given back now."""
-        return self.reserved_bytes - self._returnable
-
     def restart_peak(self) -> Reserved:
         """Starts a new peak at what is held now, and gives the old one."""
         before, self.peak = self.peak, Reserved()

@@ -54,9 +54,7 @@ _ALLOCATIONS, _REFUSALS, _DEVICE, _HOST = 0, 1, slice(2, 2 + _SPLIT), slice(2 + 
 class CountingAllocator(ByteCounter):
     """Counts the bytes PyTorch holds on the CPU, from entry to exit, and what they are for.
 
-    Only blocks allocated after entry count: the counters start at 0, and freeing what was there before changes nothing.
-    Counts may be nested; the inner one counts from its own entry, so that freeing a block of the outer one makes its
-    `live_bytes` fall below 0. Blocks outlive the count safely. Enter and leave while no other thread allocates.
+    Only blocks allocated after entry count. Counts may be nested. Enter and leave while no other thread allocates.
     """
 
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:

@@ -116,11 +116,9 @@ class ByteCounter:
 
 
 class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of the distinct storages created inside it, and what they are for.
+    """Counts bytes of the distinct storages created inside it, by purpose, within the limits of `CountingAllocator`.
 
-    A view adds nothing, nor does a view of a tensor made outside. Meta tensors hold nothing; fake tensors count as
-    what they stand for. Under an allocator each storage counts as its block. It has the limits of `CountingAllocator`,
-    and refuses after the operator ran, before it counts.
+    Fake tensors count as what they stand for. It refuses after the operator ran, before it counts.
     """
 
     def __init__(

@@ -38,8 +38,7 @@ _APART = 1e-3
 class StateEncoder(nn.Module):
     """The built-in critic but for its last layer: a state, its timestep and its condition through a small network.
 
-    A state of at most 1,024 elements is read as it is; of a larger one, mean and deviation over all axes but the first,
-    taken over the elements that count. Of a condition it reads the mean of its vectors.
+    Of a state of more than 1,024 elements it reads mean and deviation, of a condition the mean of its vectors.
     """
 
     def __init__(

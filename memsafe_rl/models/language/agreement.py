@@ -27,11 +27,9 @@ _ALONE = 3e-2
 
 
 def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter, Trajectory, Tensor], None]) -> None:
-    """Has an adapter, and its frozen reference copy, go ways that give its model's own logits of two short rows.
+    """Has an adapter, and its reference copy, go the leanest ways that give its model's own logits of two short rows.
 
-    The first scoring path that agrees is kept, the leanest first and the whole model row by row last; anything but the
-    first is logged in one warning. Where decoding differs, transformers' `generate` decodes instead, with a cache or
-    without, which is logged too. The bytes of the cache go into the geometry.
+    Anything but the leanest is logged in one warning. The bytes of the cache go into the geometry.
     """
     with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(known_tokens(adapter))

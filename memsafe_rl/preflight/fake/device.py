@@ -355,9 +355,8 @@ def nothing_differs() -> AbstractContextManager[Any]:
 def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
     """Has all tensors made inside be fake ones on a simulated device.
 
-    They are CPU tensors to PyTorch, whose CPU builds cannot differentiate fake CUDA tensors, so that operators choose
-    the CPU's kernels. This library takes its branches for the device stood for, `CudaFunctions` PyTorch's; temporaries
-    inside kernels are taken from a table (`memsafe_rl.memory.simulated.workspaces`).
+    To PyTorch they are CPU tensors, since its CPU builds cannot differentiate fake CUDA ones; this library branches as
+    on the device stood for, and a table has the temporaries of its kernels (`memsafe_rl.memory.simulated.workspaces`).
     """
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level

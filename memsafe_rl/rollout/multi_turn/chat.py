@@ -110,12 +110,7 @@ class Chat:
     def following(
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Gives the ids between a turn that the model drew and its next one; None if they depend on the turn.
-
-        They are found in how a stand-in for the turn is rendered, with and without what follows: if the one is the
-        beginning of the other, the rest is what follows any turn. So it is for one of the stand-ins, of which one has
-        thoughts. A template that refuses them may still take the conversation itself.
-        """
+        """Gives the ids between a turn of the model and its next one; None unless they are the same after any turn."""
         asked = {"role": "user", "content": "?"}
         calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
         for said in _STAND_INS:

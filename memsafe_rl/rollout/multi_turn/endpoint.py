@@ -81,11 +81,7 @@ class Mailbox:
         self._closed = ""
 
     def put(self, request: ChatRequest, *, key: str = "", again: bool | None = None) -> ChatRequest:
-        """Gives the request to wait for: this one, or an earlier one that it repeats.
-
-        An agent may ask twice for turns behind one conversation, and gets two. It repeats itself where the one before
-        is still under way or never reached it, or where it says so by ``again``; where it gives keys, they alone tell.
-        """
+        """Gives the request to wait for: this one, or the one that it repeats by key, by ``again``, or in haste."""
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]

@@ -59,10 +59,8 @@ def generate(
 ) -> list[Completion]:
     """Samples completions for every prompt, without gradient, in eval mode, in a running batch that fits the plan.
 
-    A sequence depends on its prompt, its key and the settings; the plan and the other sequences change it only where
-    a draw is marked in `Completion.ties`. That holds for networks that compute in float32. In bfloat16 another batch
-    shape moves logits by more than a tie's gap, so another batch may draw other, equally likely tokens; and the edge
-    at which top-k, top-p or min-p cuts can move by rounding in any type, which is not marked.
+    In float32, plan and other sequences change one only where a draw is marked in `Completion.ties`, or at the edge
+    where top-k, top-p or min-p cuts; in bfloat16 another batch shape may draw other, equally likely tokens.
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)

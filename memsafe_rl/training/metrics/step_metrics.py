@@ -39,11 +39,7 @@ def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:
 
 
 def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> dict[str, float]:
-    """Joins an optimizer step's numbers of all ranks and divides sums by the step's counts.
-
-    Clipping, KL and ratio statistics are over all counted actions of the step: a row that was skipped because its
-    advantage is zero has ratio 1 on the first pass and cannot be clipped. Entropy is over the rows that were run.
-    """
+    """Joins an optimizer step's numbers of all ranks and divides sums by the step's counts of actions, run or not."""
     parts = parallel.gather([numbers])
     totals = _merged([part.sums for part in parts], sum)
     tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)

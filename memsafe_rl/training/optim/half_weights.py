@@ -122,10 +122,8 @@ class MasterCopies:
 class StochasticRounding:
     """Copies that last for a step; a sum is rounded up or down at random, with the odds of how near either is.
 
-    The low 16 bits of a float32 are what bfloat16 drops. A random number of 16 bits is added to them, and then they are
-    cut off: the carry rounds up as often as the low bits are far from zero, so the mean is exact, and a number that
-    bfloat16 has stays what it is. The numbers depend on seed, step and tensor alone: a repeated step, a resumed run and
-    every rank draw the same, and no other random stream moves.
+    A random number of 16 bits is added to those that bfloat16 drops, and then they are cut off: the mean is exact. The
+    numbers depend on seed, step and tensor alone, so that a repeated step, a resumed run and every rank draw the same.
     """
 
     scratch_bytes = 8  # per element, likewise: the gradient and the weight; the random numbers are few

@@ -116,11 +116,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: in
 class Committer:
     """Moves everything that a committed step moves: weights, optimizer state, schedule and loss scale.
 
-    A step is committed in three calls, each of which may run out of memory and be called again: `measure`, then
-    `prepare_commit`, then `commit`, between two tries of which `roll_back` is called. PyTorch's fused optimizers step
-    without allocating anything once `make_state` was called, so for them nothing can break off; before every other
-    optimizer's step, weights and state are copied to the host, because a step that broke off half way and is simply
-    called again would move some weights twice.
+    `measure`, `prepare_commit` and `commit`, in this order, may each run out of memory and be called again, the last
+    after `roll_back`: a step that broke off half way would else move some weights twice.
     """
 
     def __init__(
@@ -268,10 +265,7 @@ class Committer:
         self.drop_gradients()
 
     def roll_back(self) -> None:
-        """Puts everything back as it was before a `commit` that failed, bit for bit, so that it can be called again.
-
-        Allocates nothing on the device. Gradients that were clipped already stay clipped, and are not clipped again.
-        """
+        """Puts everything back as it was before a `commit` that failed, bit for bit, so that it can be called again."""
         if not self._moving:
             return
         if self._snapshot is None:
@@ -362,11 +356,7 @@ class _Measured:
 
 
 def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
-    """Moves the state of a `GradScaler` as its `update` does, on the host (Micikevicius et al. 2018, section 3.2).
-
-    An overflow multiplies the scale by the backoff factor; after `growth_interval` steps without one it is multiplied
-    by the growth factor, unless that is no finite float32.
-    """
+    """Moves the state of a `GradScaler` as its `update` does, on the host (Micikevicius et al. 2018, section 3.2)."""
     scale, grown = state["scale"], state["scale"] * state["growth_factor"]
     if overflowed:
         return {**state, "scale": scale * state["backoff_factor"], "_growth_tracker": 0}
@@ -378,10 +368,7 @@ def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
 
 
 class ReferenceMix:
-    """Moves a reference towards a model, once (Gorbatovski et al. 2024, TR-DPO, eq. 4).
-
-    Every parameter of the reference becomes ``alpha * model + (1 - alpha) * reference``.
-    """
+    """Moves a reference to ``alpha * model + (1 - alpha) * reference``, once (Gorbatovski et al. 2024, eq. 4)."""
 
     def __init__(self, reference: nn.Module, model: nn.Module, alpha: float) -> None:
         self._waiting = deque(zip(reference.parameters(), model.parameters(), strict=True))

@@ -49,11 +49,7 @@ _LEAST_BYTES = 4096
 
 
 def make_missing_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Makes the state that the first step of a fused optimizer would make, and moves nothing.
-
-    Training goes on bit for bit as with state made by the first step. The state appears all at once, so a call that ran
-    out of memory leaves nothing and may be repeated. An optimizer whose state this library does not know is left alone.
-    """
+    """Makes the state that the first step of a known fused optimizer would make, all at once, and moves nothing."""
     trained = {id(parameter) for parameter in parameters}
     made: list[tuple[nn.Parameter, dict[str, Tensor]]] = []
     for group, parameter in _grouped(optimizer):
@@ -67,11 +63,7 @@ def make_missing_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn
 
 
 def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the next step allocates nothing on the device, so that no lack of memory can break it off.
-
-    True for PyTorch's own Adam, AdamW, SGD and Adagrad with `fused=True` whose state is there; measured with
-    `CountingAllocator`. Tensor-valued rates and the user's hooks may allocate, and so may every other optimizer.
-    """
+    """Whether the next step allocates nothing on the device, as with PyTorch's fused optimizers that have state."""
     if type(optimizer) not in _KNOWN or any(getattr(optimizer, name, None) for name in _HOOKS):
         return False
     settings = tree_leaves([{**group, "params": None} for group in optimizer.param_groups])
@@ -84,11 +76,7 @@ def steps_without_allocating(optimizer: torch.optim.Optimizer, parameters: Itera
 
 
 def ready_scalars(parameters: Iterable[nn.Parameter], one: Tensor) -> AbstractContextManager[object]:
-    """Lets fused optimizers count their steps without allocating.
-
-    On a CPU every Python number that meets a tensor becomes a tensor first. On other devices it is an argument of the
-    kernel, and nothing need change.
-    """
+    """Lets fused optimizers count steps without allocating: on a CPU, numbers that meet tensors become tensors."""
     return ReadyScalars(one) if any(parameter.device.type == "cpu" for parameter in parameters) else nullcontext()
 
 
@@ -148,11 +136,7 @@ class _Moved(NamedTuple):
 
 
 class OptimizerOffload:
-    """Moves an optimizer's state to host memory and back, one tensor after another.
-
-    A tensor that several parameters share is moved once and stays shared. Tensors of managed memory, which the driver
-    moves by itself, and those under 4 KiB stay.
-    """
+    """Moves an optimizer's state to host memory and back, one tensor after another; small and managed ones stay."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -195,13 +179,7 @@ class OptimizerOffload:
 
 
 class Snapshot:
-    """Holds weights, optimizer state, schedule, random generators and gradients as they were.
-
-    Everything an optimizer reaches through its attributes is held: parameter groups with their weights and rates,
-    state by parameter, counters, tables of its own, and optimizers inside it. Objects of other kinds are taken to be
-    constant. Gradients are copied only for optimizers of unknown make, since those of PyTorch, transformers and
-    bitsandbytes leave them as they are.
-    """
+    """Holds weights, whatever an optimizer's attributes reach, schedule, random generators and gradients."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scheduler: Any, parameters: Sequence[nn.Parameter], *, clipped: int
@@ -287,10 +265,7 @@ Change = Callable[[Any, nn.Parameter], Any]
 
 
 class LocalParts:
-    """The trained weights as an optimizer steps on them: their parts where they are divided, else themselves.
-
-    Kernels, float32 copies and copies on the host take plain tensors; a part shares its memory with its weight.
-    """
+    """The trained weights as an optimizer steps on them: their parts where they are divided, else themselves."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
         self.parameters = [_part_of(weight) for weight in weights]
@@ -375,11 +350,7 @@ class Layout:
 
 
 class SteppedWeights:
-    """Steps an optimizer, on float32 numbers where weights are held in half precision and such were asked for.
-
-    Gradients stay in the weights' type until the step, in which those of one chunk at a time are widened and clipped
-    in float32. What a step takes besides is a buffer of the largest tensor, from `open` to `close`.
-    """
+    """Steps an optimizer, on float32 numbers where weights are held in half precision and such were asked for."""
 
     def __init__(
         self,
