@@ -77,6 +77,25 @@ def squared_score_norms(logprobs: Tensor, sharper_logprobs: Tensor) -> Tensor:
     return (1 - 2 * logprobs.exp() + (2 * logprobs - sharper_logprobs).exp()).clamp(min=0.0)
 
 
+def expected_gaps(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Gives how far a reference is from the likeliest tokens' log-probs, ``sum_v w(v) (log pi(v) - log pi_ref(v))``.
+
+    ``w(v) = pi(v) - pi(u)``, with u the likeliest token left out: as another one comes up to it, the last one's weight
+    goes to 0, so that rounding, which may put either first, moves nothing.
+
+    Args:
+        logprobs: (..., K + 1), nats, falling, the last that of u; (..., K) if no token is left out, and w = pi.
+        reference_logprobs: (..., K), nats, of the first K.
+
+    Returns:
+        (...), nats, of the type of ``logprobs``.
+    """
+    chances, count = logprobs.exp(), reference_logprobs.shape[-1]
+    if logprobs.shape[-1] > count:
+        chances = chances[..., :count] - chances[..., count:]
+    return (chances * (logprobs[..., :count] - reference_logprobs)).sum(-1)
+
+
 def optimal_token_advantages(rewards_G: Tensor, norms_GT: Tensor, mask_GT: Tensor) -> Tensor:
     """Compares a row, at each of its tokens, with its group's mean weighed by how far each row's score has spread.
 

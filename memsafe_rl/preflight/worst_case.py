@@ -430,7 +430,7 @@ class Probe:
         if config.has_reference and not adapter.closed_form_kl:
             ids = None
             if likeliest := needs.likeliest:
-                scored(adapter, [everyone], setup.row_by_row, choices=likeliest)
+                scored(adapter, [everyone], choices=likeliest + 1)
                 sizes = zip(everyone, trajectory.action_lengths(everyone), strict=True)
                 with host_memory():
                     ids = {row: torch.zeros(size, likeliest, dtype=torch.int64) for row, size in sizes}

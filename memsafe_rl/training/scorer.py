@@ -16,6 +16,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.critic import Critic
+from memsafe_rl.ops.advantages import expected_gaps
 from memsafe_rl.ops.importance import accepted, importance_weights
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
 from memsafe_rl.training.gradient import contributes
@@ -155,24 +156,18 @@ class Scorer:
 
     def _compared(self, trajectory: Trajectory, count: int) -> Trajectory:
         """Adds log-probs of model and reference, and by how much the likeliest tokens' differ on average."""
-        everyone, setup = list(range(len(trajectory))), self._setup
-        # which tokens are the likeliest must not depend on how rows are cut
-        mine, own = self.passed(self.adapter, trajectory, everyone, setup.row_by_row, choices=count)
-        wanted = {row: cast(Tensor, scores.choices) for row, scores in zip(mine, own, strict=True)}
+        everyone = list(range(len(trajectory)))
+        mine, own = self.passed(self.adapter, trajectory, everyone, choices=count + 1)
+        ids = {row: cast(Tensor, scores.choices)[:, :count] for row, scores in zip(mine, own, strict=True)}
         with self.adapter.reference() as reference:
-            _, others = self.passed(reference, trajectory, everyone, choices=wanted)
-
-        def gaps() -> list[Tensor]:
-            pairs = [(one.choice_logprobs, other.choice_logprobs) for one, other in zip(own, others, strict=True)]
-            return [(ours.exp() * (ours - theirs)).sum(-1) for ours, theirs in cast(list[tuple[Tensor, Tensor]], pairs)]
-
+            _, others = self.passed(reference, trajectory, everyone, choices=ids)
         with host_memory(), charge(Component.TRAJECTORY):
-            gaps_of_mine = setup.recovery.repeat(Stage.STORE, gaps)
+            gaps = self._setup.recovery.repeat(Stage.STORE, _gaps, own, others)
         return replace(
             trajectory,
             old_logprobs=self.laid_beside(trajectory, mine, [scores.logprobs for scores in own]),
             ref_logprobs=self.laid_beside(trajectory, mine, [scores.logprobs for scores in others]),
-            expected_gaps=self.laid_beside(trajectory, mine, gaps_of_mine),
+            expected_gaps=self.laid_beside(trajectory, mine, gaps),
         )
 
     def score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
@@ -238,3 +233,8 @@ class Scorer:
             limit = config.sampler_rejection_limit
             weights_T = weights_T * accepted(*compared, criterion=config.sampler_rejection, limit=limit)
         return weights_T
+
+
+def _gaps(own: Sequence[RowScores], others: Sequence[RowScores]) -> list[Tensor]:
+    pairs = cast(Any, zip(own, others, strict=True))
+    return [expected_gaps(ours.choice_logprobs, theirs.choice_logprobs) for ours, theirs in pairs]

@@ -201,8 +201,7 @@ class Trajectory:
     returns: Ragged | None = None  # per action, what the critic should have said; None without a critic
     # nats, at half the temperature, until advantages are known; B rows, None where nobody needs them
     sharper_logprobs: Ragged | None = None
-    # per action, the mean of log-prob less the reference's over the model's likeliest actions, weighted by how likely
-    # the model finds them; nats, until advantages are known; None where nobody needs it
+    # nats, of `expected_gaps`, until advantages are known; B rows, None where nobody needs them
     expected_gaps: Ragged | None = None
     # one advantage per action, in place of ``advantages`` in the loss; None for one per row
     action_advantages: Ragged | None = None

@@ -83,8 +83,14 @@ def test_advantages_are_those_of_the_two_networks_own_logits(
         ours, theirs = (each_TV[range(len(ids)), ids] for each_TV in (ours_TV, theirs_TV))
         wanted = stored.advantages[row] - 0.5 * (ours - theirs)
         if top_k is not None:
-            likeliest_TK, at_TK = ours_TV.topk(min(top_k, ours_TV.shape[-1]))
-            wanted += 0.5 * (likeliest_TK.exp() * (likeliest_TK - theirs_TV.gather(-1, at_TK))).sum(-1)
+            falling_TV, at_TV = ours_TV.sort(-1, descending=True)
+            left_out_T = falling_TV[:, top_k].exp() if top_k < ours_TV.shape[-1] else torch.zeros(len(ids))
+            for rank in range(min(top_k, ours_TV.shape[-1])):
+                chance_T, gap_T = (
+                    falling_TV[:, rank].exp(),
+                    falling_TV[:, rank] - theirs_TV[range(len(ids)), at_TV[:, rank]],
+                )
+                wanted += 0.5 * (chance_T - left_out_T) * gap_T
         torch.testing.assert_close(stored.action_advantages.rows()[row], wanted, rtol=0, atol=2e-5)
     assert float((stored.action_advantages.flat - stored.advantages.mean()).abs().max()) > 0.1
 

@@ -141,6 +141,11 @@ class CachingAllocator:
         self._small, self._large = _Pool(small=True), _Pool(small=False)
         self._next_address = _ADDRESSES
 
+    @property
+    def needed_bytes(self) -> int:
+        """Reserved bytes that could not be given back now."""
+        return self.reserved_bytes - self._returnable
+
     def restart_peak(self) -> Reserved:
         """Starts a new peak at what is held now, and gives the old one."""
         before, self.peak = self.peak, Reserved()
@@ -187,7 +192,7 @@ class CachingAllocator:
                     self._give_back(block)
 
     def _note_peak(self) -> None:
-        peak, needed = self.peak, self.reserved_bytes - self._returnable
+        peak, needed = self.peak, self.needed_bytes
         if self.reserved_bytes > peak.reserved:
             peak.reserved = self.reserved_bytes
         if needed > peak.needed:

@@ -394,9 +394,9 @@ def distilled_advantages(coef: float, likeliest: int | None) -> GroupAdvantages:
 def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
     """Gives each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t) - b_t)``, with ``A`` of its row's group.
 
-    ``b_t = sum_v pi(v) (log pi(v) - log pi_teacher(v))`` over the likeliest tokens at its place, or 0: no bias, since
-    it is the same whichever was drawn, and less noise. Where ``A`` is 0, the expected gradient of an on-policy update
-    is that of the tokens' KL to the teacher (Thinking Machines, "On-Policy Distillation", 2025; arXiv:2306.08543).
+    ``b_t``, the likeliest tokens' `expected_gaps` or 0, is the same whichever was drawn: no bias, less noise. Where
+    ``A`` is 0, the expected gradient of an on-policy update is that of the tokens' KL to the teacher, given what is
+    before them (Thinking Machines, "On-Policy Distillation", 2025; MiniLLM, arXiv:2306.08543).
     """
     old, teacher = trajectory.old_logprobs, trajectory.ref_logprobs
     assert old is not None, "log-probs come before advantages"
