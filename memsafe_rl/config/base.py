@@ -66,6 +66,7 @@ class TrainerConfig(TrainerSettings, ABC):
     # GRPO has settings in the place of these.
     teacher_model_name_or_path: ClassVar[str | None] = None
     teacher_model_init_kwargs: ClassVar[dict[str, Any] | None] = None
+    teacher_model_server_url: ClassVar[str | None] = None
     objectives: ClassVar[dict[str, Any] | None] = None
     gradient_merge: ClassVar[str] = "sum"
     cagrad_c: ClassVar[float] = 0.0

@@ -116,9 +116,13 @@ def _check_estimator(config: GRPOConfig) -> None:
 
 def _check_teacher(config: GRPOConfig) -> None:
     """Refuses settings of a teacher without one, and beside one what knows no advantage of a token."""
-    if config.teacher_model_name_or_path is None:
-        names = ("teacher_model_init_kwargs", "distillation_coef", "distillation_top_k")
-        _refuse_changed(config, names, "without a teacher", ", or set teacher_model_name_or_path")
+    loaded = ("teacher_model_init_kwargs", "distillation_top_k")
+    if config.teacher_model_server_url is not None:
+        there = "with a teacher on a server, which gives the drawn tokens' log-probs at a temperature of 1"
+        _refuse_changed(config, ("teacher_model_name_or_path", *loaded, "temperature"), there)
+    elif config.teacher_model_name_or_path is None:
+        why, remedy = "without a teacher", ", or set teacher_model_name_or_path"
+        _refuse_changed(config, (*loaded, "distillation_coef"), why, remedy)
         return
     why = "with a teacher, which gives every token an advantage of its own and is the only reference"
     _refuse_changed(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
@@ -127,7 +131,7 @@ def _check_teacher(config: GRPOConfig) -> None:
 
 def _check_by_token(config: GRPOConfig) -> None:
     """Refuses settings of turn-level credit without it, and what knows no advantage of a token beside one."""
-    names = ("objectives", "importance_sampling_level", "teacher_model_name_or_path")
+    names = ("objectives", "importance_sampling_level", "teacher_model_name_or_path", "teacher_model_server_url")
     if config.advantage_estimator == "otb":
         why = "with advantage_estimator='otb', which gives every token an advantage of its own"
         _refuse_changed(config, (*names, "turn_advantage_coef"), why)

@@ -602,6 +602,11 @@ class GRPOSettings(TrainerSettings):
     teacher_model_init_kwargs: Settings = token_reference(
         None, "Arguments of its from_pretrained, such as dtype; JSON on a command line.", resume="may change"
     )
+    teacher_model_server_url: str | None = token_reference(
+        None,
+        "Address of a vLLM server whose model is the teacher, such as http://gpu2:8000; None: it is loaded here.",
+        resume="may change",
+    )
     distillation_coef: float = token_reference(
         1.0, "How much a token's advantage drops per nat that the model finds it likelier than the teacher.", above=0
     )

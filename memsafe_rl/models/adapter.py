@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
+from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.registry import Registry
 from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
-
-if TYPE_CHECKING:
-    from memsafe_rl.models.host_weights import HostWeights
 
 Context = Callable[[], AbstractContextManager[object]]
 """Gives the context of a forward pass."""
@@ -76,36 +74,6 @@ class DecodeState(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class ResidentWeights:
-    """Blocks none of whose weights can wait on the host: where `HostWeights` would move some, nothing moves."""
-
-    blocks: int
-    reference_blocks: int = 0
-
-    @property
-    def block_bytes(self) -> tuple[int, ...]:
-        """int, bytes of each block's weights that can leave: none."""
-        return (0,) * self.blocks
-
-    @property
-    def resident(self) -> int | None:
-        """Blocks whose weights stay on the device: all; None where there are none."""
-        return self.blocks or None
-
-    def place(self, resident: int | None, device: torch.device | None = None) -> None:
-        """Leaves all weights where they are."""
-
-    def bring_back(self, device: torch.device) -> None:
-        """Leaves all weights where they are."""
-
-    def settle_on_host(self) -> None:
-        """Leaves all weights where they are."""
-
-    def release(self) -> None:
-        """Has nothing to take from the device."""
-
-
 class ScoringAdapter(Protocol):
     """A network whose stored actions can be scored and trained on, whatever an action is.
 
@@ -124,7 +92,7 @@ class ScoringAdapter(Protocol):
     closed_form_kl: bool = False
     packs_prompts: bool = False
     routers: Routers | None = None
-    host_weights: ResidentWeights | HostWeights = ResidentWeights(0)
+    host_weights: HostWeights = HostWeights(())
 
     def hear_routers(self, losses: RouterLosses) -> None:
         """Has updates add losses on the routers of a mixture of experts.

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from memsafe_rl.accounting import charge, hold, host_memory, is_on_host, local_part, weights_of
-from memsafe_rl.models.adapter import ResidentWeights
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.types import Component, blocks_on_host
@@ -122,6 +121,8 @@ class HostWeights:
         Parameters are what is on the device from now on, as autograd has them, until `release`.
         """
         self.release()
+        if not any(self.block_bytes):
+            return
         away = blocks_on_host(len(self._blocks), resident, self.reference_blocks)
         for index in sorted(self._settled - away):
             for weight in self._blocks[index].frozen:
@@ -237,7 +238,7 @@ class HostWeights:
 _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDictionary()
 
 
-def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> HostWeights | ResidentWeights:
+def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> HostWeights:
     """Gives what moves the weights of a network and its reference, always the same while any of them is on the host."""
     known = _known.get(network)
     if known is None or known.has_moved_none:
@@ -247,7 +248,7 @@ def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> H
         if not any(known.block_bytes[: len(own)]):  # of a network that is trained as a whole
             known = HostWeights(copies or own, len(copies))
         _known[network] = known
-    return known if any(known.block_bytes) else ResidentWeights(len(known.block_bytes))
+    return known
 
 
 def put_on(

@@ -132,10 +132,7 @@ class ShardedWeights:
 
     @contextmanager
     def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:
-        """Holds a network's weights whole while passes without gradient run, and those of no other network.
-
-        All ranks enter it together. Inside of another one, that one's network is gathered again afterwards.
-        """
+        """Holds a network's weights whole, and no other's, during passes without gradient; all ranks enter it."""
         root, before = self._root_of(network), self._whole
         if root is before or root is None:
             yield

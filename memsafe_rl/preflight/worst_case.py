@@ -187,10 +187,9 @@ def untouched(setup: TrainingSetup) -> Iterator[None]:
 
 
 def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
-    """Finds the longest row that a run may meet, by tokenizing the prompts of its dataset.
+    """Finds the longest row that a run may meet by tokenizing its prompts, of more than 8,192 the longest as text.
 
-    Of more than 8,192 prompts that the run takes, those with the most characters are tokenized. Of a stream,
-    `max_prompt_length` counts as the longest prompt; without one, the longest of the first 512 examples.
+    Of a stream, `max_prompt_length` counts, or without one the longest of the first 512 examples.
     """
     reader, config = setup.models.reader, setup.config
     dataset, limit = dataset or setup.dataset, reader.limit
@@ -294,7 +293,7 @@ class Probe:
             self._collector.scorer.with_room_for_sources(trajectory),
             old_logprobs=unsure if needs_old else None,
             has_old=(needs_old,) * len(trajectory),
-            ref_logprobs=unsure if config.has_reference else None,
+            ref_logprobs=unsure if config.has_reference or config.teacher_model_server_url else None,
             importance_weights=unsure if corrected else None,
         )
         return setup.advantages.placeholder(laid, unsure)

@@ -105,10 +105,7 @@ def score_all(
     packed: bool | None = None,
     choices: Choices | None = None,
 ) -> list[RowScores]:
-    """Scores the actions of any rows without gradient, a slice at a time, packed where that saves enough or as told.
-
-    With ``choices``, so many of the likeliest tokens at every place are scored too, or those given for each row.
-    """
+    """Scores the actions of any rows without gradient, a slice at a time, packed where that saves enough or as told."""
 
     def score(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:
         least, how = min(tile, plan.score_tokens), (with_entropy, with_kl, value_head, choices)

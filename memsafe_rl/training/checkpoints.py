@@ -106,10 +106,7 @@ class Checkpoints:
         return partial(self.write_weights, model=model, critic=critic)
 
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
-        """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile.
-
-        A step that did not end is resumed with the random state it began from.
-        """
+        """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile."""
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
         progress = asdict(replace(state.progress, log_history=[]))  # metrics.jsonl has it

@@ -114,10 +114,7 @@ class _Pass:
 
     @contextmanager
     def forward(self, network: ScoringAdapter) -> Iterator[None]:
-        """The context of a network's forward, whose activations stay, are made anew or move as the plan says.
-
-        Its backward may run outside.
-        """
+        """The context of a network's forward, whose activations stay, are made anew or move as the plan says."""
         plan = self.plan
         with self.autocast(), ExitStack() as stack:
             if plan.offload_activations:

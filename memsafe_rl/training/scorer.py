@@ -19,6 +19,7 @@ from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import expected_gaps
 from memsafe_rl.ops.importance import accepted, importance_weights
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
+from memsafe_rl.rollout.server.teacher import taught_logprobs
 from memsafe_rl.training.gradient import contributes
 from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
@@ -148,11 +149,22 @@ class Scorer:
             elif referred:
                 with self.adapter.reference() as reference:
                     trajectory = replace(trajectory, ref_logprobs=self.scored(reference, trajectory, everyone))
+            elif self._config.teacher_model_server_url is not None:
+                trajectory = self._taught(trajectory, self._config.teacher_model_server_url)
             trajectory = self._setup.advantages.score(self, trajectory, later_rows)
             if self.corrects(external):
                 old = trajectory.old_logprobs or self.scored(self.adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
         return trajectory
+
+    def _taught(self, trajectory: Trajectory, url: str) -> Trajectory:
+        """Adds the log-probs of a teacher on a server."""
+        mine, prompts = self.local_rows(trajectory, range(len(trajectory))), trajectory.conditions.rows()
+        drawn, places = trajectory.actions.rows(), trajectory.condition_of_row
+        asked = [(prompts[places[row]].tolist() + drawn[row].tolist(), len(drawn[row])) for row in mine]
+        with host_memory():
+            found = taught_logprobs(url, self._config.vllm_server_timeout, asked)
+        return replace(trajectory, ref_logprobs=self.laid_beside(trajectory, mine, found))
 
     def _compared(self, trajectory: Trajectory, count: int) -> Trajectory:
         """Adds log-probs of model and reference, and by how much the likeliest tokens' differ on average."""

@@ -65,6 +65,7 @@ NEW = {
     "advantage_estimator",
     "distillation_coef",
     "distillation_top_k",
+    "teacher_model_server_url",
     "teacher_model_init_kwargs",
     "teacher_model_name_or_path",
     "sampler_rejection",

@@ -21,11 +21,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class StopRequest:
-    """Whether somebody has asked the run to stop, by a signal.
-
-    The first signal lets the step end. The second, or the end of the grace, abandons the step; while a checkpoint is
-    written it changes nothing. The third leaves at once.
-    """
+    """A wish to stop: the first signal lets the step end, the second (or time) abandons it, the third leaves."""
 
     def __init__(self, grace_seconds: float = 0.0) -> None:
         self.reason = ""

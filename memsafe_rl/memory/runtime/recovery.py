@@ -282,10 +282,9 @@ def empty_caches() -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Makes cuBLAS's handles on a device, and a graph by which `flush_autograd` reaches its queue.
+    """Makes cuBLAS's handles on a device before weights are loaded, and a graph by which `flush_autograd` reaches it.
 
-    Call it before weights are loaded: cuBLAS takes tens of MiB outside of PyTorch for each thread that multiplies, and
-    autograd runs backward on a device in a thread of its own. Does nothing on a CPU.
+    Each thread that multiplies takes tens of MiB outside of PyTorch, and autograd has one of its own for a device.
     """
     if device.type == "cpu":
         return
@@ -307,9 +306,7 @@ def prepare_device(device: torch.device) -> None:
 def flush_autograd() -> None:
     """Runs a backward of a scalar on the host and on each prepared device, behind all that a failed one left queued.
 
-    A backward that raises leaves queued nodes, which hold its graph: in the calling thread those of the host, in
-    autograd's own thread those of a device. The later a node was made, the earlier it runs, so the device's is an old
-    one. On the device it allocates nothing.
+    The later a node was made, the earlier it runs, so the device's is an old one. It allocates nothing there.
     """
     with host_memory(), torch.inference_mode(False), torch.enable_grad():
         scalar = torch.zeros((), requires_grad=True)

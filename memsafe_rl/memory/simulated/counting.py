@@ -52,9 +52,9 @@ _ALLOCATIONS, _REFUSALS, _DEVICE, _HOST = 0, 1, slice(2, 2 + _SPLIT), slice(2 + 
 
 
 class CountingAllocator(ByteCounter):
-    """Counts the bytes PyTorch holds on the CPU, from entry to exit, and what they are for.
+    """Counts the bytes PyTorch allocates on the CPU from entry to exit, and what they are for.
 
-    Only blocks allocated after entry count. Counts may be nested. Enter and leave while no other thread allocates.
+    Counts may be nested. Enter and leave while no other thread allocates.
     """
 
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from memsafe_rl.accounting import autocast_bytes, claim
 from memsafe_rl.models import refusal, unusable
-from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter, ResidentWeights
+from memsafe_rl.models.adapter import Choose, DecodeState, ModelAdapter
 from memsafe_rl.models.batch_invariance import batch_invariant
 from memsafe_rl.models.blocks import find_blocks, recomputed
 from memsafe_rl.models.compiling import MODE, mode_in_force
@@ -101,11 +101,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         reference_model: nn.Module | None,
         **options: Any,
     ) -> None:
-        """Wraps a model, and its frozen copy with further ``options`` of this kind.
-
-        Of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off. It goes one of some
-        ``routes``, the leanest first, or as a whole.
-        """
+        """Wraps a model, and its frozen copy with further ``options``, to go one of ``routes`` or as a whole."""
         self.model, self.lm = model, lm
         self.pad_token_id = pad_token_id
         maps = logit_maps(lm.config)
@@ -333,7 +329,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         """Notes what the keys of a token take in 8 bits, in the widest layer."""
         self._key_bytes = max(part.shape[1] * (part.shape[3] + CACHE_SCALE_BYTES) for part in keys)
 
-    def _movable(self) -> HostWeights | ResidentWeights:
+    def _movable(self) -> HostWeights:
         return host_weights_of(self.lm, None if self.reference_adapter is None else self.reference_adapter.lm)
 
     def _head(self) -> LinearHead | LogitsHead:

@@ -58,10 +58,7 @@ class TrunkInputs(Protocol):
     """What stored ids stand for."""
 
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Gives a trunk's arguments from ids and their slots in their rows, None where every row begins at slot 0.
-
-        No tensor value is read.
-        """
+        """Gives a trunk's arguments from ids and their slots, None where all rows begin at 0; reads no tensor value."""
         return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
     def images(self, prompts: Sequence[Tensor]) -> list[Sequence[slice]]:

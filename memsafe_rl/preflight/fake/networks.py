@@ -39,10 +39,7 @@ def fake_language_model(
     beside: Callable[[PeftModel], None] | None = None,
     sees_images: bool = False,
 ) -> Any:
-    """Builds a causal LM or an encoder-decoder of fake weights, to be called inside `fake_device`.
-
-    ``beside`` puts a further adapter beside its own.
-    """
+    """Builds a language model of fake weights inside `fake_device`; ``beside`` puts another adapter beside its own."""
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise refusal("quantization/bits")
     kind = auto_class_of(config)

@@ -40,8 +40,7 @@ _LOG = "ContinuousBatchingLogger"
 def continuous_engine(context: EngineContext) -> FunctionEngine:
     """Makes an engine that draws with continuous batching; between two calls it holds nothing.
 
-    A sequence is no function of its own key: random numbers follow from the first key and from how requests fall into
-    batches. A failed attempt is drawn again as a whole, since keeping what had ended would favour short completions.
+    A failed attempt is drawn again as a whole, since keeping what had ended would favour short completions.
     """
     refuse_encoder(context, "use_transformers_continuous_batching")
     options = context.config.transformers_continuous_batching_config or {}

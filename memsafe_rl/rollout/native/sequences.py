@@ -225,11 +225,7 @@ class Candidate(NamedTuple):
 def admit(
     waiting: Sequence[Candidate], plan: RolloutPlan, geometry: ModelGeometry, *, rows: int, prompt_bytes: int
 ) -> int:
-    """Counts how many of the first candidates may join, each as long as it can become, so that none has to leave.
-
-    At least one joins a batch that is empty, unless it was kept: it may be smaller when it is read anew. Where the
-    network keeps a prompt once for its group, only a group that does not fit whole is parted, and goes alone.
-    """
+    """Counts how many of the first candidates may join, each as long as it can become, so that none has to leave."""
     most = _most_rows(waiting, plan, geometry, rows, prompt_bytes)
     if most < 1:
         return 0 if rows or waiting[0].is_kept else 1

@@ -76,9 +76,28 @@ class Server:
         params = {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0}
         answer = self._generate(name, ids, params)
         self._completion(answer, name, settings, version)
-        given = answer.get("prompt_logprobs") or []
+        return self._of_prompt(answer, ids)
+
+    def model(self) -> str:
+        """Gives the name of the model that the server has."""
         try:
-            return [float(entry[str(token)]["logprob"]) for token, entry in zip(ids[1:], given[1:], strict=True)]
+            return str(self._read("GET", "/v1/models")["data"][0]["id"])
+        except (KeyError, TypeError, IndexError):
+            raise ServerError(f"{self.url} does not say which model it has") from None
+
+    def text_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
+        """Gives the log-probs, in nats, of all tokens of a text but the first, by the routes of any vLLM server."""
+        asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        choices = self._read("POST", "/v1/completions", {"model": model, "prompt": list(ids), **asked}).get("choices")
+        return self._of_prompt(choices[0] if isinstance(choices, list) and choices else None, ids)
+
+    def _of_prompt(self, answer: Any, ids: Sequence[int]) -> list[float]:
+        try:
+            pairs = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
+            found = [float(entry[str(token)]["logprob"]) for token, entry in pairs]
+            if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in found):
+                raise ValueError("one is above 0 or not finite")
+            return found
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerError(f"{self.url} gave no log-probs of a prompt ({type(error).__name__}: {error})") from None
 
@@ -152,7 +171,7 @@ class Server:
             )
         except requests.RequestException as error:
             raise ServerError(f"{self.url}{route}: {type(error).__name__}: {error}") from error
-        if answer.status_code == 404:
+        if answer.status_code == 404 and not route.startswith("/v1/"):
             raise ServerError(
                 f"{self.url}{route} does not exist there. Start the server with --enable-scale-out and with "
                 "VLLM_SERVER_DEV_MODE=1 in its environment."

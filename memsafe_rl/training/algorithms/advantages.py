@@ -83,10 +83,7 @@ class CriticAdvantages:
         return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
-        """Adds values, and log-probs where they are needed, from the same pass if the critic shares it.
-
-        Rows of the first update have their old log-probs from that update even so: then its ratios are exactly 1.
-        """
+        """Adds values, and log-probs where they are needed, from the same pass if the critic shares it."""
         critic, everyone = self.critic, list(range(len(trajectory)))
         later = set(later_rows) if self._pays_kl else set()
         has_old = tuple(row in later for row in everyone)

@@ -272,7 +272,9 @@ def _advantages(
     config, wanted = inputs.config, inputs.request.critic
     if isinstance(config, RLOOConfig):
         return leave_one_out_advantages(config)
-    if isinstance(config, GRPOConfig) and config.teacher_model_name_or_path is not None:
+    if isinstance(config, GRPOConfig) and (config.teacher_model_name_or_path or config.teacher_model_server_url):
+        has_encoder, kind = adapter.geometry.source_bytes is not None, type(adapter.model).__name__
+        refusal.when(config.teacher_model_server_url and has_encoder, "teacher_model_server_url", model=kind)
         return distilled_advantages(config.distillation_coef, config.distillation_top_k)
     if isinstance(config, GRPOConfig) and config.advantage_estimator == "otb":
         refusal.when(adapter.time_separable, "advantage_estimator/tokens", value="otb")

@@ -230,6 +230,7 @@ def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> No
         "rollout_func": given["rollout_func"] is not None,
         **dict.fromkeys(config.engines_chosen, True),
         "partial_rollout_tokens": config.partial_rollout_tokens is not None,
+        "teacher_model_server_url": config.teacher_model_server_url is not None,
         "fsdp": config.sharded,
         "torch_compile": config.compile_mode is not None,
     }

@@ -42,10 +42,7 @@ class _Reading(NamedTuple):
 
 
 class AlarmWatch:
-    """Gives one event for each episode of a broken rule, which is over once the rule has held for `STEPS_TO_END` steps.
-
-    Steps that say nothing of a rule, such as a second pass over a rollout of truncation, leave its episode as it is.
-    """
+    """Gives one event an episode of a broken rule, which is over once the rule has held for `STEPS_TO_END` steps."""
 
     def __init__(self, rules: AlarmRules, bands: Mapping[str, tuple[float, float]] | None = None) -> None:
         self._rules = rules

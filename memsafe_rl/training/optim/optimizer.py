@@ -218,10 +218,7 @@ class Committer:
         return divided, whole
 
     def measure(self, known_norm: float | None = None) -> Tensor:
-        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated.
-
-        The norm of gradients that are divided among ranks has to be known.
-        """
+        """Unscales the gradients in place, once, and measures their norm and the factor that clips; may be repeated."""
         self.complete_gradients()
         scale = self._unscale()
         gradients = self._gradients

@@ -34,6 +34,7 @@ class FakeServer:
         self.dies_after: int | None = None  # completions
         self.fails: set[str] = set()  # routes that answer 500
         self.slow = 0.0  # seconds
+        self.stumbles = 0  # texts that it answers 503 first
         self.drops: set[str] = set()  # tensors it does not load
         self.drawn = 0
         self._lock = threading.Lock()
@@ -74,7 +75,20 @@ class FakeServer:
             self.aborted += body["request_ids"]
         elif route == "/inference/v1/generate":
             return self._generate(body)
+        elif route == "/v1/models":
+            return 200, {"data": [{"id": "teacher"}]}
+        elif route == "/v1/completions":
+            return self._score(body)
         return 200, {}
+
+    def _score(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        assert body["model"] == "teacher"
+        with self._lock:
+            if self.stumbles:
+                self.stumbles -= 1
+                return 503, {"error": "come back later"}
+            own = prompt_logprobs(self.model, body["prompt"])
+        return 200, self.spoil({"choices": [{"index": 0, "text": "a", "prompt_logprobs": own}]})
 
     def _generate(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         params = body["sampling_params"]
@@ -102,11 +116,6 @@ def draw(model: Any, body: dict[str, Any], version: str) -> dict[str, Any]:
         ids_L = torch.cat([ids_L, torch.tensor([token])])
         if token in params["stop_token_ids"]:
             break
-    prompt_LV = model(torch.tensor([body["token_ids"]])).logits[0].log_softmax(-1)
-    own = [
-        {str(token): {"logprob": float(row[token])}}
-        for token, row in zip(body["token_ids"][1:], prompt_LV, strict=False)
-    ]
     return {
         "request_id": f"generate-tokens-{body['request_id']}",
         "choices": [
@@ -118,8 +127,15 @@ def draw(model: Any, body: dict[str, Any], version: str) -> dict[str, Any]:
                 "weight_versions": [{"version": version, "start": 0, "end": len(content)}],
             }
         ],
-        "prompt_logprobs": [None, *own],
+        "prompt_logprobs": prompt_logprobs(model, body["token_ids"]),
     }
+
+
+@torch.no_grad()
+def prompt_logprobs(model: Any, ids: list[int]) -> list[Any]:
+    """Gives what a server says of a prompt's tokens; nothing of the first."""
+    rows_LV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [None, *({str(token): {"logprob": float(row[token])}} for token, row in zip(ids[1:], rows_LV, strict=False))]
 
 
 def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
