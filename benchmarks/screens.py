@@ -2,8 +2,8 @@
 
     python -m benchmarks.screens [--only verify]
 
-Runs `memsafe-rl` on SmolLM2-135M-Instruct (see `examples.smollm2_grpo`) with the run file of `docs/verify.md`, and
-`memsafe-rl plan` for networks larger than their cards. Writes down what each printed, and its seconds.
+Runs `memsafe-rl verify` on SmolLM2-135M-Instruct (see `examples.smollm2_grpo`) with the run file of `docs/verify.md`,
+and `memsafe-rl plan` for networks larger than their cards. Writes down what each printed, and its seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ MODEL = Path("outputs/models/SmolLM2-135M-Instruct")
 PLAN = "plan --num-generations 8 --prompt-tokens 256 --max-completion-length 1024 --peft lora:16 --json"
 COMMANDS = {
     "verify": "verify run.yaml --simulate 4GiB",
-    "worst case": "train run.yaml --simulate 580MiB --probe-worst-case --max-completion-length 1024",
     "Qwen3-8B, bf16": f"{PLAN} --model Qwen/Qwen3-8B --gpu 16GiB",
     "Qwen3-14B, bf16": f"{PLAN} --model Qwen/Qwen3-14B --gpu 24GiB",
     "Qwen3-32B, 4 bits": f"{PLAN} --model Qwen/Qwen3-32B --gpu 16GiB --load-in-4bit",
@@ -61,7 +60,7 @@ def shown(command: str, folder: str) -> dict[str, Any]:
     one: dict[str, Any] = {"command": f"memsafe-rl {command}", "seconds": time.perf_counter() - started}
     one["exit code"] = done.returncode
     if not command.startswith("plan"):
-        return {**one, "lines": (done.stdout + done.stderr).splitlines()}
+        return {**one, "lines": [line.rstrip() for line in done.stdout.splitlines()]}
     plan = json.loads(done.stdout)
     kept = ("fits", "predicted_peak_bytes", "reserved_peak_bytes")
     blocks = {name: plan[name]["resident_blocks"] for name in ("rollout_plan", "update_plan")}
@@ -81,7 +80,7 @@ def main() -> None:
             screens[name] = shown(COMMANDS[name], folder)
             print("\n".join(screens[name].get("lines", [json.dumps(screens[name])])))
             found = {"machine": describe_machine(), "screens": screens}
-            given.results.write_text(json.dumps(found, indent=1) + "\n")
+            given.results.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
