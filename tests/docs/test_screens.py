@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from memsafe_rl.memory.planning.policies import preset
+from memsafe_rl.types import UpdateWork
 from tests.diagnostics.test_oom_messages import CASE
 from tests.docs.reader import ROOT, blocks
-from tests.docs.test_tables import results
+from tests.docs.test_tables import GIB, results, table_behind
+from tests.memory.planning.test_search import CARDS, MODELS, memory
 
 app: Any = importlib.import_module("memsafe_rl.cli.app")
 LAUNCH = "distributed_type: 'NO'\ngradient_accumulation_steps: 4\n"
@@ -76,3 +79,19 @@ def test_the_phases_are_what_the_script_prints(capsys: pytest.CaptureFixture[str
 
 def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"[\d.]+(?= MiB|,|$)", line)]
+
+
+def test_presets_plan_as_the_page_says() -> None:
+    rows = table_behind("docs/memory-policies.md", "## Presets for cards")
+    for (_, *cells), sizes in zip(rows, MODELS.values(), strict=True):
+        held = sizes.parameter_bytes + 2 * sizes.trainable_bytes
+        work = UpdateWork((1536,) * 64, (1024,) * 64, sizes)
+        for cell, (card, gib) in zip(cells, CARDS.items(), strict=True):
+            budget = int(0.9 * gib * GIB)
+            plan = preset(card).before_update(
+                work, memory(budget, live_bytes=held, optimizer_bytes=2 * sizes.trainable_bytes)
+            )
+            told = "fits" if plan.predicted_bytes["update"] <= budget else "the weights alone are in the way"
+            told += ", state parked" if plan.park_optimizer and told == "fits" else ""
+            told += ", offloaded" if plan.offload_activations and told == "fits" else ""
+            assert told == cell, (card, sizes)
