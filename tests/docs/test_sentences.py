@@ -12,7 +12,9 @@ import pytest
 from tests.data.test_partial_rollouts import decode_steps
 from tests.docs.reader import ROOT
 from tests.docs.test_tables import (
+    EXAMPLES,
     FIGURES,
+    GIB,
     MB,
     MIB,
     NUMBER,
@@ -154,16 +156,15 @@ def before_turn_credit() -> list[float]:
     return of_seeds(results("turn_credit")["runs"]["plain GRPO"], "before", scale=1.0)
 
 
-def beside_plain(column: str, *, mean_first: bool) -> list[float]:
+def beside_plain(column: str) -> list[float]:
     """Gives mean and interval of what turn-level credit adds, seed by seed, without and with rewards of turns."""
     plain, *others = results("turn_credit")["runs"].values()
     found = []
     for tries in others:
         apart = [one[column] - other[column] for one, other in zip(tries, plain, strict=True)]
         width = STUDENTS_T[len(apart)] * stdev(apart) / sqrt(len(apart))
-        found.append([mean(apart), mean(apart) - width, mean(apart) + width])
-    first, second = found
-    return [*first, *second] if mean_first else [first[0], *first[1:], second[0], *second[1:]]
+        found += [mean(apart), mean(apart) - width, mean(apart) + width]
+    return found
 
 
 def invariance(weights: str, dtype: str, *cuts: str, family: str = ".*") -> list[float]:
@@ -278,12 +279,40 @@ def proved(dtype: str) -> list[float]:
     return sorted({min(apart), max(apart)})
 
 
-def steps_of_long_tails() -> list[float]:
-    return [x for step_tokens in (4096, 1024, 256) for x in (decode_steps(step_tokens),)]
+def mended_phases() -> list[float]:
+    runs = results("forecast_random_cpu")["seed_2512_before"].values()
+    high = [100 * max(one["errors"].values()) for one in runs]
+    found = [error for error in high if error > 5]
+    assert len(found) == 4
+    return [min(found), max(found)]
+
+
+def most_held(example: str) -> list[float]:
+    return [max(one["process_bytes"] for one in studies(example).values()) / GIB]
+
+
+def foreseen(example: str, words: str = "") -> list[float]:
+    """Gives the least and the most that critics foresaw in the end."""
+    found = [one["explained_variance"] for name, one in studies(example).items() if words in name]
+    return [min(found), max(found)]
+
+
+def smollm2() -> list[float]:
+    (one,) = studies("smollm2_grpo").values()
+    return [one["seconds"] / 60, *most_held("smollm2_grpo")]
+
+
+def mean_tokens() -> list[float]:
+    ragged = [one["mean_tokens"] for one in results("vllm_engine")["runs"] if one["shape"] == "ragged"]
+    return [min(ragged), max(ragged)]
 
 
 SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
-    (README, "In # settings the forecast peak was within # % of", lambda: [30, errors_of_forecasts()[0]]),
+    (
+        README,
+        "In # settings the forecast peak was within # % of",
+        lambda: [len(results("forecast_error")["results"]), errors_of_forecasts()[0]],
+    ),
     (
         FORECAST,
         "the peak is off by # % at worst and by # % in the median, no phase by more than # %",
@@ -381,8 +410,19 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         FIGURES,
         "plain GRPO's by # on average, 95 % interval # to # (Student's t over three pairs), and by #, # to #, where",
-        lambda: beside_plain("after", mean_first=True),
+        lambda: beside_plain("after"),
     ),
+    (
+        FIGURES,
+        "The last rollouts' rewards are higher by # (# to #) and # (# to #)",
+        lambda: beside_plain("last_rollouts"),
+    ),
+    (
+        FIGURES,
+        "(one began at # %,",
+        lambda: [100 * max(one["before"] for one in results("dppo")["runs"]["dppo, 0.15"])],
+    ),
+    (FIGURES, "none was too low, but four phases, one of them the peak, # to # % too high", mended_phases),
     (FIGURES, "# minutes of one core, half of it the mode's own", minutes_of_invariance),
     (EXACTNESS, "at most # of the norm between cuts", lambda: apart_between_cuts()[:1]),
     (EXACTNESS, "up to # (packed) and # (T5 row by row) in bf16, # and # in fp16", lambda: apart_between_cuts()[1:]),
@@ -424,6 +464,20 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         troubles,
     ),
     (DIFFUSION, "All 49 columns of 8 rows at once would take # MB at 50 steps", all_columns),
+    (EXAMPLES, "The process held at most # GiB, nearly all of it libraries", lambda: most_held("quickstart")),
+    (EXAMPLES, "One seed; # minutes of one thread; the process held # GiB at most", smollm2),
+    (
+        EXAMPLES,
+        "(cosine after ten steps #, after twenty #; CAGrad, seed 0)",
+        lambda: studies("two_objectives")["--seed 0 --merge cagrad"]["cosines_of_tens"],
+    ),
+    (
+        DIFFUSION,
+        "With seed 0 the critic foresees # of the returns' variance",
+        lambda: foreseen("motion_grpo", "--seed 0 --ppo")[:1],
+    ),
+    ("docs/ppo.md", "(`explained_variance` ends between # and #)", lambda: foreseen("qwen_ppo")),
+    (ENGINES, "ragged (# to # tokens on average)", mean_tokens),
     ("docs/verify.md", "| float32 | 1e-5 | # to # in small networks", lambda: proved("float32")),
     ("docs/verify.md", "| bfloat16 | 1e-2 | #", lambda: proved("bfloat16")),
     (
