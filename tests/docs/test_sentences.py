@@ -498,7 +498,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (EXAMPLES, "One seed; # minutes of one thread; the process held # GiB at most", smollm2),
     (
         EXAMPLES,
-        "(cosine after ten steps #, after twenty #; CAGrad, seed 0)",
+        "(mean cosine of the first ten steps #, of the next ten #; CAGrad, seed 0)",
         lambda: studies("two_objectives")["--seed 0 --merge cagrad"]["cosines_of_tens"],
     ),
     (
