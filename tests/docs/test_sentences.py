@@ -312,7 +312,7 @@ def foreseen(example: str, words: str = "") -> list[float]:
 
 def smollm2() -> list[float]:
     (one,) = studies("smollm2_grpo").values()
-    return [one["seconds"] / 60, *most_held("smollm2_grpo")]
+    return [one["cpu_seconds"] / 60, *most_held("smollm2_grpo")]
 
 
 def mean_tokens() -> list[float]:
@@ -495,7 +495,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     (DIFFUSION, "All 49 columns of 8 rows at once would take # MB at 50 steps", all_columns),
     (EXAMPLES, "The process held at most # GiB, nearly all of it libraries", lambda: most_held("quickstart")),
-    (EXAMPLES, "One seed; # minutes of one thread; the process held # GiB at most", smollm2),
+    (EXAMPLES, "One seed; # minutes of CPU time, one thread; the process held # GiB at most", smollm2),
     (
         EXAMPLES,
         "(mean cosine of the first ten steps #, of the next ten #; CAGrad, seed 0)",
