@@ -43,12 +43,10 @@ STUDIES = (
     "motion_grpo --seed 1",
     "qwen_ppo --seed 0 --critic adapter",
     "two_objectives --seed 0 --merge sum",
-    "two_objectives --seed 0 --merge pcgrad",
     "qwen_ppo --seed 0 --t5",
     "qwen_ppo --seed 1",
     "motion_grpo --seed 1 --ppo",
     "two_objectives --seed 1 --merge cagrad",
-    "two_objectives --seed 2 --merge cagrad",
     "smollm2_grpo --seed 0",
 )
 
