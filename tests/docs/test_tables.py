@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from statistics import mean, stdev
+from collections.abc import Callable, Sequence
+from statistics import mean, median, stdev
 from typing import Any
 
 import pytest
 
+from examples.two_objectives import Gain
 from tests.docs.reader import ROOT
 
 NUMBER = r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?"
-MB, MIB = 1e6, 2**20
+MB, MIB, GIB = 1e6, 2**20, 2**30
 Row = tuple[str, list[float]]
 
 
@@ -35,6 +36,11 @@ def agrees(shown: str, value: float) -> bool:
     mantissa, _, power = shown.partition("e")
     digits = len(mantissa.partition(".")[2])
     return abs(float(shown) - value) <= 0.501 * 10.0 ** (int(power or 0) - digits)
+
+
+def differing(shown: Sequence[str], values: Sequence[float]) -> list[tuple[str, float]]:
+    """Gives the numbers that are not those of the result file, each beside it."""
+    return [pair for pair in zip(shown, values, strict=True) if not agrees(*pair)]
 
 
 def results(name: str) -> Any:
@@ -249,7 +255,268 @@ def denoising() -> list[Row]:
     ]
 
 
-FIGURES = "docs/figures.md"
+def logprobs() -> list[Row]:
+    forms = {"TRL 1.16's chunked head": "TRL"}
+    forms |= {f"here, tiles of {tile} tokens": f"memsafe_rl, tile {tile}" for tile in (64, 256)}
+    return [
+        (f"{head} {form}", [measured[key]["peak_bytes"] / MB, of_time(measured, key)])
+        for head, measured in results("logprobs")["heads"].items()
+        for form, key in forms.items()
+    ]
+
+
+def of_time(measured: Any, key: str) -> float:
+    return float(measured[key]["seconds_median"] / measured["TRL"]["seconds_median"])
+
+
+def packed_update() -> list[Row]:
+    columns = ("row_seconds", "packed_seconds", "time_ratio", "bytes_ratio", "gradient_difference")
+    return [(name, [one[column] for column in columns]) for name, one in results("packed_update")["rows"].items()]
+
+
+def rollout_waves() -> list[Row]:
+    found = results("rollout_waves")["summary"]
+    return [
+        ("tokens drawn, compared", [found["sampled_tokens"], found["compared_tokens"]]),
+        ("tokens that differ", [found["flips"]]),
+        ("draws reported as tied", [found["ties"]]),
+        ("largest difference of a log-prob", [found["max_logprob_difference"]]),
+    ]
+
+
+def batch_invariance() -> list[Row]:
+    sides = [results("batch_invariance")["summary"][side] for side in ("plain", "invariant")]
+
+    def row(name: str, *columns: str) -> Row:
+        return name, [side[column] for side in sides for column in columns]
+
+    def gradients(weights: str) -> list[float]:
+        return [side["gradients_furthest_apart"][weights][cut] for side in sides for cut in ("8 rows", "packed")]
+
+    assert all(side["gradients_bitwise_when_repeated"] for side in sides)
+    half = "gradients between cuts, weights in half precision: whole groups, packed"
+    single = "gradients between cuts, float32 weights under autocast: whole groups, packed"
+    return [
+        row("tokens drawn, compared with another wave or turn", "tokens_drawn", "tokens_compared"),
+        row("tokens from the first difference of a sequence on", "tokens_after_a_difference"),
+        row("other log-probs that differ", "logprobs_that_differ"),
+        row(
+            "scores that differ from the sampler's log-probs", "scores_that_differ_from_the_samplers", "scores_compared"
+        ),
+        row("log-probs that differ between cuts of an update", "updates_logprobs_that_differ"),
+        ("gradients when an update is repeated", []),
+        (single, gradients("autocast")),
+        (half, gradients("weights")),
+    ]
+
+
+def cost_of_invariance() -> list[Row]:
+    pieces, found = results("batch_invariance")["pieces"], []
+    names = {"Qwen3": "qwen3", "Gemma-3": "gemma3", "GPT-2": "gpt2", "T5": "t5", "Qwen3-MoE": "moe"}
+    for name, key in names.items():
+        kinds = [pieces[f"cost {key} {kind}"] for kind in ("float32", "bfloat16", "float16")]
+        measured = [("rollout", "seconds"), ("update", "seconds"), ("rollout", "bytes"), ("update", "bytes")]
+        ratios = [[one[part][f"invariant_{of}"] / one[part][f"plain_{of}"] for one in kinds] for part, of in measured]
+        found.append((name, [*(one["step_ratio"] for one in kinds), *(ratio for row in ratios for ratio in row)]))
+    return found
+
+
+def step_with_invariance() -> list[Row]:
+    ratios = results("batch_invariance")["summary"]["step_ratio"]
+    return [("CPU, time of a step with the mode over that without", list(ratios.values())), ("CUDA", [])]
+
+
+def reserved_budgets() -> list[Row]:
+    budgets = results("gpu_suite_rehearsal")["results"]["budget"]
+    names = {"GRPO, all weights, KL": "GRPO, full", "GRPO, LoRA, KL": "GRPO, LoRA"}
+    names |= {"PPO, head on the trunk": "PPO", "GRPO, T5, all weights, KL": "T5"}
+    found = []
+    for name, key in names.items():
+        one = budgets[f"{key}, 40% above the state"]
+        sizes = (budgets[key]["reserved_bytes"], one["budget_bytes"], one["reserved_bytes"])
+        found.append((name, [*(size / MIB for size in sizes), one["weights_apart"]]))
+    return found
+
+
+def same_rollouts() -> list[Row]:
+    names = {"sgd": "SGD", "adamw_torch": "AdamW"}
+    return [(names[one["optimizer"]], [one["relative_difference"]]) for one in results("learning")["same_rollouts"]]
+
+
+def memory_overhead() -> list[Row]:
+    names = {"all weights": "full", "LoRA": "lora"}
+    found = results("memory_overhead")
+    return [
+        (
+            name,
+            [
+                *(100 * share for share in (found[key]["overhead"], *found[key]["overhead_95"])),
+                found[key]["more_peak_bytes"],
+            ],
+        )
+        for name, key in names.items()
+    ]
+
+
+def plan_cards() -> list[Row]:
+    def cell(one: Any) -> list[float]:
+        return [*([one["predicted_peak_bytes"] / GIB] if one["fits"] else []), one["seconds"]]
+
+    return [
+        (name, [x for one in cards.values() for x in cell(one)])
+        for name, cards in results("plan_cards")["results"].items()
+    ]
+
+
+def published() -> list[Row]:
+    found = []
+    for one in results("plan_cards")["published"]:
+        name = f"{one['model'].removeprefix('Qwen/')}, {one['tokens']:,}{', offloaded' * one['offloaded']}"
+        sizes = [one[column] for column in ("published_gib", "forecast_bf16_gib", "forecast_float32_base_gib")]
+        found.append((name, [*sizes, 100 * (sizes[2] / sizes[0] - 1)]))
+    return found
+
+
+def random_runs() -> list[Row]:
+    cpu, pretend = results("forecast_random_cpu"), results("forecast_random_pretend")
+    series = {
+        "CPU, as run": cpu["results"],
+        "CPU, with the mended runs": cpu["results"] | cpu["after_mending"],
+        "pretend CUDA device, as run": pretend["results"],
+        "CPU, seed 2026, commit ed4f370": cpu["another_seed"],
+        "CPU, seed 2611, commit 68c2283 (run 49 under `seed_2611_before`)": cpu["seed_2611"] | cpu["seed_2611_before"],
+        "CPU, seed 2611, made again with the mend (`seed_2611`)": cpu["seed_2611"],
+        "CPU, seed 2512, commit c09a27d (five runs under `seed_2512_before`)": cpu["seed_2512"]
+        | cpu["seed_2512_before"],
+        "CPU, seed 2512, made again on commit 008fddc (`seed_2512`)": cpu["seed_2512"],
+    }
+    return [(name, of_series(runs)) for name, runs in series.items()]
+
+
+def of_series(runs: Any) -> list[float]:
+    """Gives how many runs there are, errors of peaks and updates in percent, and the phase that is furthest off."""
+    peaks, updates = ([100 * one["errors"][phase] for one in runs.values()] for phase in ("peak", "update"))
+    phases = [
+        (100 * error, int(name.rpartition("/")[2]))
+        for name, one in runs.items()
+        for phase, error in one["errors"].items()
+        if phase not in ("peak", "reserved")
+    ]
+    worst = max(phases, key=lambda pair: abs(pair[0]))
+    return [len(runs), min(peaks), median(map(abs, peaks)), max(peaks), min(updates), *worst]
+
+
+def offload() -> list[Row]:
+    columns = ("held_bytes", "peak_bytes", "host_bytes", "save_on_cpu_bytes")
+    return [
+        (name, [one[column] / MB for column in columns[: 4 if one["host_bytes"] else 2]])
+        for name, one in results("offload")["plans"].items()
+    ]
+
+
+def count_squares() -> list[Row]:
+    rewards = results("count_squares")["mean reward of ten steps, by the last"]
+    return [("reward", [rewards[step] for step in ("10", "50", "100", "150", "200", "300")])]
+
+
+def vllm_engine() -> list[Row]:
+    names = {"own": "native", "vLLM 0.32": "vllm", "continuous batching": "continuous", "`generate`": "generate"}
+    runs = results("vllm_engine")["runs"]
+    found = []
+    for name, key in names.items():
+        shapes = [one for shape in ("ragged", "even") for one in runs if (one["engine"], one["shape"]) == (key, shape)]
+        found.append((name, [x for one in shapes for x in (one["cpu_seconds"], one["peak_bytes"] / MB)]))
+    return found
+
+
+def trl_suite() -> list[Row]:
+    columns = ("trl passed", "counted", "ours passes")
+    return [
+        (name.replace("grpo", "GRPO").replace("rloo", "RLOO"), [one[column] for column in columns])
+        for name, one in results("trl_suite")["counts"].items()
+    ]
+
+
+def larger_networks() -> list[Row]:
+    screens, blocks = results("screens")["screens"], {"Qwen3-8B": 36, "Qwen3-14B": 40, "Qwen3-32B": 64}
+    found = []
+    for name, one in screens.items():
+        if "resident_blocks" in one:
+            assert one["fits"]
+            sizes = [one[column] / GIB for column in ("predicted_peak_bytes", "reserved_peak_bytes")]
+            resident = [*one["resident_blocks"].values(), blocks[name.partition(",")[0]]]
+            card = float(one["command"].partition("--gpu ")[2].partition("GiB")[0])
+            found.append((name, [card, *resident, *sizes, one["seconds"]]))
+    return found
+
+
+def studies(example: str) -> dict[str, Any]:
+    """Gives what an example found, by the words behind its name."""
+    runs = results("studies")["runs"]
+    return {name.removeprefix(f"{example} "): one for name, one in runs.items() if name.startswith(f"{example} ")}
+
+
+def accuracies(one: Any) -> list[float]:
+    columns = ("sampled_before", "sampled_after", "greedy_before", "greedy_after")
+    return [*(100 * one[column] for column in columns), one["cpu_seconds"]]
+
+
+def quickstart() -> list[Row]:
+    tries = studies("quickstart")
+    gains = [mean(100 * (one[f"{way}_after"] - one[f"{way}_before"]) for one in tries.values()) for way in WAYS]
+    rows = [(words.removeprefix("--seed "), accuracies(one)) for words, one in tries.items()]
+    return [*rows, ("mean gain", gains)]
+
+
+WAYS = ("sampled", "greedy")
+
+
+def t5_sums() -> list[Row]:
+    return [(words.removeprefix("--seed "), accuracies(one)) for words, one in studies("t5_sums").items()]
+
+
+def qwen_ppo() -> list[Row]:
+    names = {"Qwen3, head on the trunk, 0": "--seed 0", "Qwen3, head on the trunk, 1": "--seed 1"}
+    names |= {
+        "Qwen3 with LoRA, second adapter, 0": "--seed 0 --critic adapter",
+        "T5, head on the trunk, 0": "--seed 0 --t5",
+    }
+    tries = studies("qwen_ppo")
+    return [(name, accuracies(tries[words])) for name, words in names.items()]
+
+
+def two_objectives() -> list[Row]:
+    found = []
+    for words, one in studies("two_objectives").items():
+        _, seed, _, merge = words.split()
+        gains = [Gain(**one[name]) for name in ("truth", "honesty")]
+        parts = [(100 * gain.before, 100 * gain.after, gain.standard_errors) for gain in gains]
+        found.append((f"{merge} {seed}", [*(x for part in parts for x in part), one["cpu_seconds"]]))
+    return found
+
+
+def agent_user() -> list[Row]:
+    columns = ("reward_before", "reward_after", "standard_error", "guest_changed", "cpu_seconds")
+    tries = studies("agent_user_grpo").items()
+    return [(words.removeprefix("--seed "), [one[column] for column in columns]) for words, one in tries]
+
+
+def motion() -> list[Row]:
+    columns = (("before", -1), ("after", -1), ("gain", 1), ("standard_error", 1), ("cpu_seconds", 1))
+    found = []
+    for words, one in studies("motion_grpo").items():
+        name = f"{'PPO' if '--ppo' in words else 'GRPO'} {words.split()[1]}"
+        found.append((name, [sign * one[column] for column, sign in columns]))
+    return found
+
+
+def smollm2() -> list[Row]:
+    return [
+        ("held out, sampled", [100 * share for one in studies("smollm2_grpo").values() for share in one["sampled"]])
+    ]
+
+
+FIGURES, EXAMPLES = "docs/figures.md", "docs/examples.md"
 TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "forecast_error": (FIGURES, "## A forecast beside the run", slice(1), forecast_error),
     "step": (FIGURES, "## A whole step beside TRL", slice(1), step),
@@ -269,6 +536,30 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "unique_tokens": (FIGURES, "## Turns that sequences share", slice(2), unique_tokens),
     "roofline": (FIGURES, "## The machine's own speed", slice(2), roofline),
     "ppo_layouts": ("docs/ppo.md", "`python -m benchmarks.ppo_layouts`", slice(1), ppo_layouts),
+    "logprobs": (FIGURES, "## Log-probs of 510 tokens", slice(2), logprobs),
+    "packed_update": (FIGURES, "## One copy of a prompt", slice(1), packed_update),
+    "rollout_waves": (FIGURES, "## Waves", slice(1), rollout_waves),
+    "batch_invariance": (FIGURES, "## Batch invariance", slice(1), batch_invariance),
+    "cost of batch_invariance": (FIGURES, "What the mode costs", slice(1), cost_of_invariance),
+    "step with batch_invariance": ("docs/precision.md", "was measured to cost less", slice(1), step_with_invariance),
+    "reserved budgets": (FIGURES, "## Reserved bytes", slice(1), reserved_budgets),
+    "same rollouts": (FIGURES, "## Learning beside TRL", slice(1), same_rollouts),
+    "memory_overhead": (FIGURES, "## What watching memory costs", slice(1), memory_overhead),
+    "plan_cards": (FIGURES, "## Common networks on common cards", slice(1), plan_cards),
+    "published": (FIGURES, "## Beside what others measured", slice(1), published),
+    "random runs": (FIGURES, "## Random runs beside", slice(1), random_runs),
+    "larger networks": (FIGURES, "What `memsafe-rl plan --model MODEL", slice(1), larger_networks),
+    "offload": ("docs/simulated-memory.md", "`python -m benchmarks.offload`", slice(1), offload),
+    "count_squares": ("docs/images.md", "`python -m examples.count_squares`", slice(1), count_squares),
+    "vllm_engine": ("docs/rollout-engines.md", "so that the processor's seconds", slice(1), vllm_engine),
+    "trl_suite": ("docs/trl.md", "[counts and names]", slice(1), trl_suite),
+    "quickstart": (EXAMPLES, "## Quickstart", slice(1), quickstart),
+    "smollm2_grpo": (EXAMPLES, "## SmolLM2-135M-Instruct", slice(1), smollm2),
+    "t5_sums": (EXAMPLES, "## Sums with a small T5", slice(1), t5_sums),
+    "two_objectives": (EXAMPLES, "## Two objectives", slice(2), two_objectives),
+    "agent_user_grpo": (EXAMPLES, "## An agent and its guest", slice(1), agent_user),
+    "motion_grpo": ("docs/diffusion.md", "## The example", slice(2), motion),
+    "qwen_ppo": ("docs/ppo.md", "## An example", slice(1), qwen_ppo),
     "denoising_memory": ("docs/diffusion.md", "`python -m benchmarks.denoising_memory`", slice(1), denoising),
 }
 """A table's page, the text before it, the cells that name a row, and the numbers of each row by the result file."""
@@ -287,7 +578,4 @@ def test_a_table_is_that_of_its_result_file(name: str) -> None:
     for row, numbers in shown.items():
         for values in wanted[row]:
             assert len(numbers) == len(values), row
-            differ = [
-                (number, value) for number, value in zip(numbers, values, strict=True) if not agrees(number, value)
-            ]
-            assert differ == [], row
+            assert differing(numbers, values) == [], row
