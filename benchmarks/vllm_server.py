@@ -7,6 +7,9 @@ network that ``--save-model`` writes.
 ``--troubles`` puts a proxy between run and server that doubles, drops and delays answers, tears weight files, leaves
 tensors out of them or keeps them back, and kills the server in a rollout and starts it again. No sample may then have
 another log-prob than the model's own, and the run ends as it would otherwise.
+
+``--teacher`` starts the server with another network, by `vllm serve` and no flag that this library asks for, and has it
+teach by `teacher_model_server_url`; beside it, the same network teaches from this process.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from typing import Any
 
 import requests
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from benchmarks.vllm_engine import ROOT, environment
 from tests.rollout.external.common import small_model
-from tests.trainers.helpers import make_trainer
+from tests.tiny import tiny_tokenizer
+from tests.trainers.helpers import make_trainer, relative, weights
 
 RESULTS = ROOT / "benchmarks" / "results" / "vllm_server.json"
 PORT = 8123
@@ -49,9 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-model", type=Path, help="write the network that a server is to start with, and stop")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--troubles", action="store_true", help="a server whose answers and weights go astray")
+    parser.add_argument("--teacher", action="store_true", help="a server whose network teaches")
     options = parser.parse_args(arguments)
     if options.save_model:
         small_model(tied=False).save_pretrained(options.save_model)
+        return
+    if options.teacher:
+        with tempfile.TemporaryDirectory() as folder:
+            taught(environment(options.venv), Path(folder))
         return
     if options.troubles:
         python = environment(options.venv)
@@ -70,8 +80,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
     machine = {"cores": os.cpu_count(), "server": options.url or "started here"}
     found = {"machine": machine, "steps": options.steps, "own": own, "server": served}
     print(json.dumps(found, indent=1))
-    kept = json.loads(RESULTS.read_text()).get("troubles") if RESULTS.exists() else None
-    RESULTS.write_text(json.dumps({**found, "troubles": kept}, indent=1) + "\n")
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps({**known, **found}, indent=1) + "\n")
+
+
+def taught(python: Path, folder: Path) -> None:
+    """Trains three steps with a teacher on a server, with the same one in this process, and with none.
+
+    Args:
+        python: of the environment that has vLLM.
+        folder: for networks, runs and the server's log.
+    """
+
+    def learned(name: str, **settings: Any) -> tuple[Tensor, list[float]]:
+        given = {"model": small_model(tied=False), "max_steps": 3, "optim": "sgd", "per_device_train_batch_size": 32}
+        trainer = make_trainer(folder / name, **given, **settings)
+        trainer.train()
+        return weights(trainer), [step.get("distillation/kl", 0.0) for step in trainer.history]
+
+    with started(python, folder, network=small_model(seed=3, tied=False), flags="--dtype float32") as url:
+        until = time.monotonic() + 300
+        while not _is_up(url) and time.monotonic() < until:
+            time.sleep(1)
+        there, apart_there = learned("there", teacher_model_server_url=url)
+    here, apart_here = learned("here", teacher_model_name_or_path=str(folder / "model"))
+    found = {
+        "distance": relative(there, here),
+        "distance_without_teacher": relative(learned("plain")[0], here),
+        "largest_logp_difference": max(abs(one - other) for one, other in zip(apart_there, apart_here, strict=True)),
+    }
+    print(json.dumps(found, indent=1))
+    RESULTS.write_text(json.dumps({**json.loads(RESULTS.read_text()), "teacher": found}, indent=1) + "\n")
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=2).ok
+    except requests.RequestException:
+        return False
 
 
 def share_of_digits(completions: list[str], **_: Any) -> list[float]:
@@ -354,19 +400,22 @@ def counted_fallbacks() -> Iterator[list[int]]:
 
 
 @contextmanager
-def started(python: Path, folder: Path) -> Iterator[str]:
+def started(python: Path, folder: Path, network: Any = None, flags: str = FLAGS) -> Iterator[str]:
     """Starts a server, waits until it is up, and ends it.
 
     Args:
         python: of the environment that has vLLM.
         folder: for the network and the server's log.
+        network: what it has at first; None for the one that is trained.
+        flags: what it is started with.
 
     Yields:
         Its address.
     """
     describe_as_vllm(python)
-    small_model(tied=False).save_pretrained(folder / "model")
-    command = [str(python.with_name("vllm")), "serve", str(folder / "model"), *FLAGS.split(), "--enforce-eager"]
+    (network or small_model(tied=False)).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    command = [str(python.with_name("vllm")), "serve", str(folder / "model"), *flags.split(), "--enforce-eager"]
     sizes = ["--max-model-len", "256", "--max-num-seqs", "32", "--host", "127.0.0.1", "--port", str(PORT)]
     ours = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1"}
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
