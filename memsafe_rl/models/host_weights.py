@@ -67,6 +67,8 @@ class _Bringing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._host.bring(self._index)
         result = self._forward(*args, **kwargs)
+        if self._host.at_rest:  # somebody's own pass, between two of ours: what is written next is written to the host
+            self._host.release()
         for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._host.bring(self._index))  # type: ignore[no-untyped-call]
@@ -86,8 +88,10 @@ class HostWeights:
     of a reference, which leave before any other.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], reference_blocks: int = 0) -> None:
-        own = ({weight.untyped_storage()._cdata for weight in block.parameters()} for block in blocks)
+    def __init__(
+        self, blocks: Sequence[nn.Module], reference_blocks: int = 0, staying: Sequence[nn.Module] = ()
+    ) -> None:
+        own = ({weight.untyped_storage()._cdata for weight in block.parameters()} for block in (*blocks, *staying))
         shared = {storage for storage, holders in Counter(chain(*own)).items() if holders > 1}  # stay for the others
         divided = any(local_part(weight) is not weight for weight in weights_of(*blocks))  # FSDP2 brings those
         frozen = [[] if divided else list(_frozen_weights(block, shared)) for block in blocks]
@@ -98,7 +102,7 @@ class HostWeights:
         self._here: dict[int, torch.cuda.Event | None] = {}  # those of them that are on the device, or on their way
         self._after: dict[tuple[bool, int], int] = {}
         self._last: tuple[bool, int] | None = None
-        self._at_rest = True  # parameters that are away are their copies; else they are what is on the device
+        self.at_rest = True  # parameters that are away are their copies; else they are what is on the device
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -145,7 +149,7 @@ class HostWeights:
         for index in self._away:
             self._blocks[index].take_over()
             self._blocks[index].read_from(host=False)
-        self._at_rest = False
+        self.at_rest = False
 
     def bring_back(self, device: torch.device) -> None:
         """Leaves all blocks on the device but those of a reference that are away."""
@@ -164,9 +168,9 @@ class HostWeights:
         """Takes from the device what is there only because its block ran last; what is away is read on the host."""
         for index in list(self._here):
             self._empty(index)
-        for index in () if self._at_rest else self._away:
+        for index in () if self.at_rest else self._away:
             self._blocks[index].read_from(host=True)
-        self._last, self._at_rest = None, True
+        self._last, self.at_rest = None, True
 
     def _send(self, index: int, device: torch.device | None) -> None:
         streamed = self._blocks[index]
@@ -210,7 +214,7 @@ class HostWeights:
     def _fill(self, index: int, *, wait: bool) -> None:
         """Copies a block's weights to the device; all of them are there afterwards, or none."""
         streamed = self._blocks[index]
-        if self._at_rest and index not in self._here:
+        if self.at_rest and index not in self._here:
             streamed.take_over()
         self._here[index] = None
         try:
@@ -228,7 +232,7 @@ class HostWeights:
         streamed, arriving = self._blocks[index], self._here.pop(index, None)
         if arriving is not None:  # its bytes are another's only after what is still being written to them
             torch.cuda.current_stream(streamed.weights[0].device).wait_event(arriving)
-        if self._at_rest:
+        if self.at_rest:
             streamed.read_from(host=True)
         for weight in streamed.weights:
             weight.untyped_storage().resize_(0)
@@ -246,7 +250,7 @@ def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> H
         copies = tuple(block for block in copies if block not in own)  # of a tower that both hold
         known = HostWeights((*own, *copies), len(copies))
         if not any(known.block_bytes[: len(own)]):  # of a network that is trained as a whole
-            known = HostWeights(copies or own, len(copies))
+            known = HostWeights(copies or own, len(copies), own if copies else ())
         _known[network] = known
     return known
 

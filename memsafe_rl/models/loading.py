@@ -174,7 +174,7 @@ def load_model(
             given, trusted = teacher.arguments, trust_remote_code
             own = read_config(teacher.base, told="teacher", trust_remote_code=trusted, model_init_kwargs=given)
             check_teacher(teacher.name, own.config, facts.config)
-            if isinstance(trained, PeftModel) and teacher.is_on(name_of(trained)):
+            if teacher.joins(model, peft_config):
                 teacher.join(trained)
             else:
                 reference = teacher.over(_from_name(teacher.base, own.config, given, trusted, device, frozen=True))

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError
 from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from memsafe_rl.errors import first_line
 from memsafe_rl.hub import places_for
 from memsafe_rl.models import refusal
-from memsafe_rl.models.language.base import refuse_prompt_learning
 from memsafe_rl.models.module_state import (
     REFERENCE_ADAPTER,
     adapter_weights,
@@ -50,28 +47,31 @@ class Teacher:
         try:
             adapter = PeftConfig.from_pretrained(name, **places)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise refusal("teacher/adapter", name=name, reason=first_line(error)) from error
-        refuse_prompt_learning(adapter)
+            raise refusal("teacher/adapter", name=name, reason=_reason(error)) from error
+        learns_prompt = f"{adapter.peft_type} learns a prompt" if adapter.is_prompt_learning else None
+        refusal.when(learns_prompt, "teacher/adapter", name=name, reason=learns_prompt)
         refusal.when(not adapter.base_model_name_or_path, "teacher/base", name=name)
         rest = {key: value for key, value in arguments.items() if key not in _PLACES or key in _SHARED}
         return cls(name, str(adapter.base_model_name_or_path), rest, adapter, places)
 
-    def is_on(self, model: str) -> bool:
-        """Whether it is an adapter on a named network."""
+    def joins(self, model: Any, peft_config: PeftConfig | None) -> bool:
+        """Whether it is an adapter that can lie beside a new one on a named network: on the same, of the same kind."""
+        if self.adapter is None or peft_config is None or not isinstance(model, str):
+            return False  # of a network that was passed nobody knows whether its weights are those of its name
         here, there = Path(model), Path(self.base)
         same = model == self.base or (here.exists() and there.exists() and here.samefile(there))
-        return self.adapter is not None and same
+        alone = any(getattr(self.adapter, name, None) for name in ("trainable_token_indices", "target_parameters"))
+        return same and not alone and self.adapter.peft_type == peft_config.peft_type
 
     def join(self, model: PeftModel, *, fake: bool = False) -> None:
         """Puts its adapter, or one of its shape, beside that of a model on the same base, frozen, as the reference."""
-        assert self.adapter is not None, "only an adapter is put on another's base"
         refuse_trained_bias([self.adapter, *model.peft_config.values()])
-        refusal.when(REFERENCE_ADAPTER in model.peft_config, "teacher/taken", name=self.name)
+        refusal.when(self.arguments, "teacher/arguments", names=", ".join(self.arguments), name=self.name)
         with kept_trainable(model):
             if fake:
                 model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(self.adapter))
             else:
-                self._loaded(partial(model.load_adapter, adapter_name=REFERENCE_ADAPTER, torch_device="cpu"))
+                self._load_into(model, REFERENCE_ADAPTER)
         for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
             weight.requires_grad_(False)
 
@@ -79,12 +79,23 @@ class Teacher:
         """Gives its network, from the base of that name, frozen."""
         network = base
         if self.adapter is not None:
-            network = self._loaded(partial(PeftModel.from_pretrained, base, torch_device="cpu"))
+            with quiet_peft():
+                network = PeftModel(cast(Any, base), copy.deepcopy(self.adapter))
+            self._load_into(network, "default")
         return network.requires_grad_(False).eval()
 
-    def _loaded(self, load: Any) -> Any:
+    def _load_into(self, model: PeftModel, adapter: str) -> None:
+        """Reads the adapter's weights; all that it has and no others."""
         try:
             with quiet_peft():
-                return load(self.name, **self.places)
+                found = model.load_adapter(self.name, adapter, torch_device="cpu", **self.places)
         except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-            raise refusal("teacher/adapter", name=self.name, reason=first_line(error)) from error
+            raise refusal("teacher/adapter", name=self.name, reason=_reason(error)) from error
+        wrong = [*found.missing_keys, *found.unexpected_keys]
+        reason = f"{len(wrong)} weights are missing or belong to no layer, such as {wrong[0]}" if wrong else None
+        refusal.when(reason, "teacher/adapter", name=self.name, reason=reason)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")

@@ -175,7 +175,7 @@ class _Network:
         settings.model_init_kwargs = None
         name, beside = settings.teacher_model_name_or_path, add_critic_adapter if critic == "adapter" else None
         teacher = None if name is None else Teacher.named(name, dict(settings.teacher_model_init_kwargs or {}))
-        if teacher is not None and peft_config is not None and teacher.is_on(model):
+        if teacher is not None and teacher.joins(model, peft_config):
             beside, teacher = partial(teacher.join, fake=True), None
         trusted = settings.trust_remote_code
         return cls(config, init, device, peft_config, quantization, trusted, beside, teacher)

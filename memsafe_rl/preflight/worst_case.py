@@ -429,6 +429,7 @@ class Probe:
         if config.has_reference and not adapter.closed_form_kl:
             ids = None
             if likeliest := needs.likeliest:
+                likeliest = min(likeliest, adapter.geometry.vocab_size)
                 scored(adapter, [everyone], choices=likeliest + 1)
                 sizes = zip(everyone, trajectory.action_lengths(everyone), strict=True)
                 with host_memory():

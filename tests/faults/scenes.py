@@ -206,7 +206,7 @@ SCENES = (
     Scene(
         "full, a teacher on the host, leaner plans",
         HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
-        settings={"distillation_top_k": 4},
+        settings={"distillation_top_k": 4, "teacher_model_init_kwargs": {"dtype": "float32"}},
         taught=True,
     ),
     Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),

@@ -43,7 +43,8 @@ def fake_language_model(
     if quantization_config is not None and not getattr(quantization_config, "load_in_4bit", False):
         raise refusal("quantization/bits")
     kind = auto_class_of(config)
-    with torch.device("meta"):
+    # Not of fake tensors yet: after a deep copy of some, as PEFT's `modules_to_save` makes, PyTorch 2.13 frees twice.
+    with true_numbers(), torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
         # those that bitsandbytes would quantise: all linear ones but the output head
         linear = [] if quantization_config is None else [one for one in model.modules() if type(one) is nn.Linear]
