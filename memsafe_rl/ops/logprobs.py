@@ -111,19 +111,17 @@ def choice_logprobs(
     for rows in _cuts(len(hidden_MD), max(1, tile // 2)):  # a sum over the vocabulary takes as much again
         with charge(Component.LOGITS), fixed_tiles(distribution.fixed_tiles):
             scores_NV = _scores_of(head, hidden_MD[rows], temperature, distribution.fixed_tiles)
-            ids_NK = choices[rows] if isinstance(choices, Tensor) else _likeliest(scores_NV, choices)
-            taken_NK = scores_NV.gather(1, ids_NK) - scores_NV.logsumexp(1, keepdim=True)
-        del scores_NV
-        if found is None:
-            shape = (len(hidden_MD), ids_NK.shape[1])
-            found = ids_NK.new_empty(shape), taken_NK.new_empty(shape)
-        found[0][rows], found[1][rows] = ids_NK, taken_NK
+        count = choices.shape[1] if isinstance(choices, Tensor) else min(choices, scores_NV.shape[1])
+        if found is None:  # before all that this part holds besides, since a forecast runs the first part only
+            ids_MK = torch.empty(len(hidden_MD), count, dtype=torch.int64, device=hidden_MD.device)
+            found = ids_MK, torch.empty_like(ids_MK, dtype=scores_NV.dtype)
+        with charge(Component.LOGITS):
+            ids_NK = choices[rows] if isinstance(choices, Tensor) else scores_NV.topk(count).indices
+            found[0][rows] = ids_NK
+            found[1][rows] = scores_NV.gather(1, ids_NK) - scores_NV.logsumexp(1, keepdim=True)
+        del scores_NV, ids_NK
     assert found is not None, "rows have tokens"
     return found
-
-
-def _likeliest(scores_NV: Tensor, count: int) -> Tensor:
-    return scores_NV.topk(min(count, scores_NV.shape[1])).indices
 
 
 def _scores_of(head: LinearHead | LogitsHead, hidden_ND: Tensor, temperature: float, fixed: bool) -> Tensor:

@@ -308,6 +308,35 @@ def test_weights_are_back_after_an_evaluation_and_after_a_callback_that_fails_at
     assert trainer.adapter.host_weights.resident == BLOCKS
 
 
+def test_a_reference_that_shares_weights_with_the_model_leaves_them_on_the_device() -> None:
+    model, copied = tiny_model(layers=4, hidden=64, scale=4.0), tiny_model(layers=4, hidden=64, seed=3, scale=4.0)
+    model.model.layers[:2].requires_grad_(False)
+    copied.requires_grad_(False)
+    for one, other in zip(model.model.layers[:2].parameters(), copied.model.layers[:2].parameters(), strict=True):
+        other.data = one.data
+    ids = torch.arange(15).reshape(3, 5)
+    before = [network(ids).logits for network in (model, copied)]
+    host = host_weights_of(model, copied)
+    assert [bool(size) for size in host.block_bytes] == [False, False, True, True]
+    host.place(0)
+    assert all(torch.equal(network(ids).logits, one) for network, one in zip((model, copied), before, strict=True))
+
+
+def test_what_is_written_after_somebodys_own_pass_stays() -> None:
+    model, ids = adapted(), torch.arange(15).reshape(3, 5)
+    host = HostWeights(blocks_of(model))
+    host.place(0)
+    host.release()
+    before = model(ids).logits
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.5)
+    after = model(ids).logits
+    assert not torch.equal(before, after)
+    host.place(None)
+    assert torch.equal(model(ids).logits, after)
+
+
 def test_what_is_written_to_frozen_weights_between_two_runs_stays(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, overwrite_output_dir=True)
     trainer.train()

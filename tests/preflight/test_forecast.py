@@ -13,7 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
 from memsafe_rl.errors import ConfigError
@@ -86,6 +86,23 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, lora: bool, settings: d
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", ["norm", "embed_tokens", "lm_head"])
+def test_layers_that_are_trained_whole_beside_an_adapter_are_forecast_and_leave_the_heap_whole(
+    tmp_path: Path, layer: str
+) -> None:
+    """Deep copies of fake tensors, as PEFT makes them, corrupted it: the process died some allocations later."""
+    tiny_model(layers=2, tied=False).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    peft = LoraConfig(r=8, target_modules=["q_proj"], modules_to_save=[layer])
+    trainer, held = beside.run(tmp_path, given={"peft_config": peft})
+    for _ in range(10):
+        Qwen3ForCausalLM.from_pretrained(tmp_path)
+    assert trainer.forecast is not None
+    for phase, size in trainer.forecast.phase_bytes.items():
+        assert size == pytest.approx(held[phase], rel=0.01, abs=2**13), phase
+
+
 @pytest.mark.parametrize("lora", [True, False])
 def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora: bool) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "overwrite_output_dir": True}

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from memsafe_rl import ConfigError, FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, SimulatedMemory, UpdatePlan
@@ -137,7 +138,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, ada
 
 
 @pytest.mark.slow_after(1)
-@pytest.mark.parametrize("top_k", [None, 50])
+@pytest.mark.parametrize("top_k", [None, 50, 1000])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool, top_k: int | None) -> None:
     tiny_model("qwen3", layers=1, hidden=32).save_pretrained(tmp_path)
@@ -199,6 +200,7 @@ def test_adapters_that_cannot_teach_are_refused(tmp_path: Path, base: Path) -> N
         ("adapter_config.json", lambda text: text.replace(str(base), "elsewhere/none"), "teacher='elsewhere/none' has"),
         ("adapter_config.json", lambda text: text.replace(f'"{base}"', "null"), "does not say what it is on"),
         ("adapter_config.json", lambda text: text.replace('"bias": "none"', '"bias": "all"'), "bias"),
+        ("adapter_config.json", lambda text: text.replace('"r": 4', '"r": 5'), r"cannot teach: Error.*: size mismatch"),
         ("adapter_model.safetensors", lambda _: "nothing", "the adapter '.*broken' cannot teach"),
     ):
         shutil.rmtree(broken, ignore_errors=True)
@@ -206,6 +208,31 @@ def test_adapters_that_cannot_teach_are_refused(tmp_path: Path, base: Path) -> N
         (broken / name).write_text(change((broken / name).read_text(errors="replace")))
         with pytest.raises(MemsafeError, match=told):
             distilled(tmp_path / "run", str(broken), **lora)
+    with pytest.raises(ConfigError, match="teacher_model_init_kwargs has dtype, but the adapter"):
+        distilled(tmp_path / "run", str(base / "adapter"), teacher_model_init_kwargs={"dtype": "float32"}, **lora)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
+def test_an_adapter_whose_weights_belong_elsewhere_is_refused(tmp_path: Path, base: Path, lora: bool) -> None:
+    shutil.copytree(base / "adapter", tmp_path / "renamed")
+    file = tmp_path / "renamed" / "adapter_model.safetensors"
+    save_file({name.replace("layers.1", "layers.7"): one for name, one in load_file(file).items()}, file)
+    given: dict[str, Any] = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    with pytest.raises(MemsafeError, match=r"weights are missing or belong to no layer, such as .*layers"):
+        distilled(tmp_path / "run", str(tmp_path / "renamed"), model=str(base), memory_forecast=False, **given)
+
+
+def test_an_adapter_teaches_beside_a_model_that_it_cannot_join(tmp_path: Path, base: Path) -> None:
+    """A network that was passed may have moved since; PEFT stacks adapters of one kind."""
+    passed = AutoModelForCausalLM.from_pretrained(base)
+    moved = get_peft_model(passed, LoraConfig(**LORA)).merge_and_unload()
+    kinds = {"an object": (moved, LoraConfig(**LORA)), "IA3": (str(base), IA3Config(task_type="CAUSAL_LM"))}
+    for name, (model, peft) in kinds.items():
+        settings = {"model": model, "peft_config": peft, "memory_forecast": name == "IA3"}
+        trainer = distilled(tmp_path / name, str(base / "adapter"), **settings)
+        assert isinstance(trainer.setup.reference_model, PeftModel)
+        assert "ref" not in trainer.model.peft_config
+        trainer.train()
 
 
 def score_peak(trainer: GRPOTrainer) -> float:
