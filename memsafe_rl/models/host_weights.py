@@ -67,7 +67,7 @@ class _Bringing:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._host.bring(self._index)
         result = self._forward(*args, **kwargs)
-        if self._host.at_rest:  # somebody's own pass, between two of ours: what is written next is written to the host
+        if self._host.at_rest and torch._C._current_graph_task_id() < 0:  # what is written next, the host keeps
             self._host.release()
         for tensor in tree_leaves(result) if torch.is_grad_enabled() else ():
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -267,11 +267,12 @@ def put_on(
     weights, missing = host_weights_of(network, reference), 0
     if room_bytes is not None:
         missing = sum(map(weight_bytes, networks)) - room_bytes
-    stay = missing > 0 and any(weights.block_bytes)
+    sizes, placed = weights.block_bytes, _is_placed(network)
+    stay = missing > 0 and any(sizes) and not (placed and reference is None)
     if stay:
-        sizes = weights.block_bytes
         others = len(sizes) - weights.reference_blocks
-        weights.place(others if sum(sorted(sizes[others:])[:-2]) >= missing else 0, device)  # two come and go
+        suffices = sum(sorted(sizes[others:])[:-2]) >= missing  # two come and go
+        weights.place(others if suffices or placed else 0, device)
     for one in networks:
         if not _is_placed(one) and any(held.device != device for held in (*one.parameters(), *one.buffers())):
             one.to(device)

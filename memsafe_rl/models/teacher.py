@@ -66,7 +66,8 @@ class Teacher:
     def join(self, model: PeftModel, *, fake: bool = False) -> None:
         """Puts its adapter, or one of its shape, beside that of a model on the same base, frozen, as the reference."""
         refuse_trained_bias([self.adapter, *model.peft_config.values()])
-        refusal.when(self.arguments, "teacher/arguments", names=", ".join(self.arguments), name=self.name)
+        others = ", ".join(name for name in self.arguments if name not in _SHARED)
+        refusal.when(others, "teacher/arguments", names=others, name=self.name)
         with kept_trainable(model):
             if fake:
                 model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(self.adapter))
@@ -75,14 +76,13 @@ class Teacher:
         for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
             weight.requires_grad_(False)
 
-    def over(self, base: nn.Module) -> nn.Module:
+    def over(self, base: Any) -> nn.Module:
         """Gives its network, from the base of that name, frozen."""
-        network = base
         if self.adapter is not None:
             with quiet_peft():
-                network = PeftModel(cast(Any, base), copy.deepcopy(self.adapter))
-            self._load_into(network, "default")
-        return network.requires_grad_(False).eval()
+                base = PeftModel(base, copy.deepcopy(self.adapter))
+            self._load_into(base, "default")
+        return cast(nn.Module, base.requires_grad_(False).eval())
 
     def _load_into(self, model: PeftModel, adapter: str) -> None:
         """Reads the adapter's weights; all that it has and no others."""

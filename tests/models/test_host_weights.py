@@ -322,6 +322,19 @@ def test_a_reference_that_shares_weights_with_the_model_leaves_them_on_the_devic
     assert all(torch.equal(network(ids).logits, one) for network, one in zip((model, copied), before, strict=True))
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_somebodys_own_passes_between_ours_have_the_same_gradients(recompute: bool) -> None:
+    model = adapted()
+    logits, gradients = pass_of(model, recompute=recompute)
+    host = HostWeights(blocks_of(model))
+    host.place(0)
+    host.release()
+    for _ in range(2):
+        found, others = pass_of(model, recompute=recompute)
+        assert torch.equal(found, logits)
+        assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+
+
 def test_what_is_written_after_somebodys_own_pass_stays() -> None:
     model, ids = adapted(), torch.arange(15).reshape(3, 5)
     host = HostWeights(blocks_of(model))

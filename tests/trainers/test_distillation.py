@@ -210,6 +210,8 @@ def test_adapters_that_cannot_teach_are_refused(tmp_path: Path, base: Path) -> N
             distilled(tmp_path / "run", str(broken), **lora)
     with pytest.raises(ConfigError, match="teacher_model_init_kwargs has dtype, but the adapter"):
         distilled(tmp_path / "run", str(base / "adapter"), teacher_model_init_kwargs={"dtype": "float32"}, **lora)
+    places = {"teacher_model_init_kwargs": {"local_files_only": True}}
+    assert distilled(tmp_path / "run", str(base / "adapter"), **places, **lora).setup.reference_model is None
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
