@@ -203,12 +203,6 @@ SCENES = (
         lora=True,
         settings={"beta": 0.05},
     ),
-    Scene(
-        "full, a teacher on the host, leaner plans",
-        HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
-        settings={"distillation_top_k": 4, "teacher_model_init_kwargs": {"dtype": "float32"}},
-        taught=True,
-    ),
     Scene("bfloat16 with copies, on the host", FixedPolicy(*_plans(8, 64, park_optimizer=True)), half=True),
     Scene(
         "bfloat16 rounded at random, AdamW that allocates as it steps",
@@ -230,6 +224,12 @@ SCENES = (
         HalvingPolicy(*_plans(8, 128, checkpointing=True)),
         lora=True,
         reads_images="qwen3_vl",
+    ),
+    Scene(
+        "full, a teacher on the host, leaner plans",
+        HalvingPolicy(*(replace(plan, resident_blocks=0) for plan in _plans(8, 96))),
+        settings={"distillation_top_k": 4, "teacher_model_init_kwargs": {"dtype": "float32"}},
+        taught=True,
     ),
 )
 
