@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -133,6 +133,11 @@ def weights_mark(model: nn.Module) -> int:
     weights = list(model.parameters())
     versions = [-1 if weight.is_inference() else weight._version for weight in weights]
     return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
+
+
+def cache_name(accepted: Container[str]) -> str:
+    """Gives what a forward calls a cache, or its length: transformers 5.24 renamed both."""
+    return "cache" if "cache" in accepted or "cache_length" in accepted else "past_key_values"
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -254,9 +254,9 @@ def _scored(
     if value_head is not None:
         numbers["values"] = _values(distribution, value_head)
     if choices is not None and isinstance(distribution, TokenDistribution):
-        wanted = choices if isinstance(choices, int) else torch.cat([choices[row] for row in rows])
-        wanted = wanted if isinstance(wanted, int) else wanted.to(distribution.hidden_MD.device)
-        ids_MK, chances_MK = choice_logprobs(distribution, wanted, temperature=temperature, tile=tile)
+        device = distribution.hidden_MD.device
+        given = choices if isinstance(choices, int) else torch.cat([choices[row] for row in rows]).to(device)
+        ids_MK, chances_MK = choice_logprobs(distribution, given, temperature=temperature, tile=tile)
         numbers |= {"choices": ids_MK, "choice_logprobs": chances_MK}
     return numbers, distribution.lengths
 

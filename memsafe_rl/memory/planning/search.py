@@ -404,10 +404,7 @@ def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, ti
 def fastest_with_weights_away(
     start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]
 ) -> Plan:
-    """Takes the fastest plan that fits; where none does, with ever more frozen weights on the host.
-
-    A reference is sent there already where what fits beside it is slower than that.
-    """
+    """Takes the fastest plan that fits, if need be with ever more weights on the host, a reference's even for speed."""
     plan, copied = fastest_that_fits(start, fallbacks, room, time), room.work.geometry.reference_blocks
     fits = room.fits(plan)
     if fits and (not copied or start.resident_blocks is not None or time(plan) <= BAND):

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 from memsafe_rl.accounting import charge, claim
 from memsafe_rl.models.adapter import DecodeState
 from memsafe_rl.models.geometry import is_trimmable
+from memsafe_rl.models.module_state import cache_name
 from memsafe_rl.types import Component
 
 
@@ -116,7 +117,7 @@ class PaddedState(DecodeState):
     def read(self, ids_BL: Tensor) -> Tensor:
         """Reads L more tokens of every row into the cache and gives logits (B, V) after the last one."""
         width = self.width + ids_BL.shape[1]
-        inputs: dict[str, Any] = {"input_ids": ids_BL, "past_key_values": self.cache, "use_cache": True}
+        inputs: dict[str, Any] = {"input_ids": ids_BL, cache_name(self.accepted): self.cache, "use_cache": True}
         if "logits_to_keep" in self.accepted:
             inputs["logits_to_keep"] = 1
         if any(self.pads):

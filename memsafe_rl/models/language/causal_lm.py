@@ -47,6 +47,7 @@ from memsafe_rl.models.language.packing import (
     pack_trunk,
     padded_layout,
 )
+from memsafe_rl.models.module_state import cache_name
 from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.types import Component, Trajectory
@@ -105,10 +106,11 @@ class CausalLMAdapter(LanguageAdapter):
         lm = causal_lm_of(model)
         self.inputs = inputs or TokenInputs()
         accepted = inspect.signature(lm.base_model.forward).parameters
+        self._cache_name = cache_name(accepted)
         routes: tuple[Route, ...] = (Route.MASKED,)
         if lm.base_model is lm or lm.get_output_embeddings() is None:
             routes = ()
-        elif "past_key_values" in accepted and layer_windows(lm.config) is not None:
+        elif self._cache_name in accepted and layer_windows(lm.config) is not None:
             routes = (Route.LEAN, Route.MASKED)
         super().__init__(
             model,
@@ -201,7 +203,7 @@ class CausalLMAdapter(LanguageAdapter):
         cache = SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits, lengths=lengths, windows=windows)
         with self._attending_alone(ids_PL, [[span for span in spans if span.stop <= chunk] for spans in images]):
             output = self.lm.base_model(
-                **self.inputs.of(self.lm, ids_PL.to(self.device)), past_key_values=cache, use_cache=True
+                **self.inputs.of(self.lm, ids_PL.to(self.device)), **{self._cache_name: cache}, use_cache=True
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
@@ -245,7 +247,7 @@ class CausalLMAdapter(LanguageAdapter):
         inputs, run = self.inputs.of(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL, images):
-                output = run(**inputs, past_key_values=Cache(layer_class_to_replicate=_TransitLayer))
+                output = run(**inputs, **{self._cache_name: Cache(layer_class_to_replicate=_TransitLayer)})
         else:
             output = run(**inputs, attention_mask=padding_mask(lengths, ids_BL.shape[1], ids_BL.device))
         return cast(Tensor, output[0])
@@ -284,8 +286,8 @@ class CausalLMAdapter(LanguageAdapter):
             shared_prefix_attention(self._attention_configs, reading),
             short_rotations(() if mode or reading.counts is not None else self._rotations),
         ):
-            given = self.inputs.of(self.lm, ids_BN, positions_BN)
-            output = trunk(**given, past_key_values=reading.cache, use_cache=True)
+            given = self.inputs.of(self.lm, ids_BN, positions_BN) | {self._cache_name: reading.cache}
+            output = trunk(**given, use_cache=True)
         return cast(Tensor, output[0])
 
 

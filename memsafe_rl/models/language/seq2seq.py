@@ -45,7 +45,7 @@ from memsafe_rl.models.language.base import (
     padding_mask,
     predicting_states,
 )
-from memsafe_rl.models.module_state import attention_configs, biased_modules, replaced
+from memsafe_rl.models.module_state import attention_configs, biased_modules, cache_name, replaced
 from memsafe_rl.types import Component, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         self._step = Compiled(lm.get_decoder().forward, type(lm).__name__, obstacle)
         self.takes_sources = False
         self._read: _Read | None = None
-        self._takes_positions = "position_ids" in inspect.signature(lm.get_decoder().forward).parameters
+        accepted = inspect.signature(lm.get_decoder().forward).parameters
+        self._takes_positions, self._cache_name = "position_ids" in accepted, cache_name(accepted)
 
     @in_its_numerics
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:  # noqa: ARG002
@@ -106,8 +107,8 @@ class Seq2SeqAdapter(LanguageAdapter):
             input_ids=start_P1,
             encoder_hidden_states=hidden_PLD,
             encoder_attention_mask=mask_PL,
-            past_key_values=EncoderDecoderCache(own, cross),
             use_cache=True,
+            **{self._cache_name: EncoderDecoderCache(own, cross)},
         )[0]
         if len(own.read) != len(self._windows) or len(cross.read) != len(self._windows):
             raise NotImplementedError(f"{len(own.read)} and {len(cross.read)} layers of {len(self._windows)} keep keys")
@@ -236,15 +237,14 @@ class Seq2SeqAdapter(LanguageAdapter):
         cache = EncoderDecoderCache(reading.cache, sources)
         cache.is_updated = dict.fromkeys(range(self._cross_layers), True)
         given: dict[str, Any] = {"position_ids": positions_BN} if self._takes_positions else {}
+        given[self._cache_name] = cache
         first, last = min(reading.state.positions), max(reading.state.positions) + ids_BN.shape[1]
         with (
             shared_prefix_attention(self._attention_configs, reading),
             biases_left_out(() if mode else self._biased),
             _own_positions(decoder, positions_BN, range(first, last)),
         ):
-            output = run(
-                input_ids=ids_BN, encoder_hidden_states=nothing_B0D, past_key_values=cache, use_cache=True, **given
-            )
+            output = run(input_ids=ids_BN, encoder_hidden_states=nothing_B0D, use_cache=True, **given)
         return cast(Tensor, output[0])
 
 
@@ -294,13 +294,14 @@ def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[
 
 def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
     """Asks a table for a span of positions, in whichever form it takes them."""
-    if "position_ids" in inspect.signature(forward).parameters:
+    accepted = inspect.signature(forward).parameters
+    if "position_ids" in accepted:
         return cast(Tensor, forward(first, position_ids=torch.arange(span.start, span.stop, device=device)))
     if isinstance(first, Tensor):  # tokens, of which only padding would have no position
         first = first.new_full((1, len(span)), (table.padding_idx or 0) + 1)
     else:
         first = torch.Size((1, len(span)))
-    return cast(Tensor, forward(first, past_key_values_length=span.start))
+    return cast(Tensor, forward(first, **{f"{cache_name(accepted)}_length": span.start}))
 
 
 def _matches(model: Any) -> bool:
