@@ -136,7 +136,7 @@ class ModelGeometry:
         return len(self.frozen_block_bytes) - self.reference_blocks
 
     def frozen_bytes(self, resident: int | None, *, scores: bool = True) -> tuple[int, int]:
-        """Counts frozen weights of blocks on the device: those that stay, and of those that run two blocks' that pass."""
+        """Counts frozen weights of blocks on the device: those that stay, and two that pass of those that run."""
         away = blocks_on_host(len(self.frozen_block_bytes), resident, self.reference_blocks)
         stay = sum(size for place, size in enumerate(self.frozen_block_bytes) if place not in away)
         runs = len(self.frozen_block_bytes) if scores else self.model_blocks
