@@ -125,7 +125,7 @@ class HostWeights:
         Parameters are what is on the device from now on, as autograd has them, until `release`.
         """
         self.release()
-        if not any(self.block_bytes):
+        if not any(streamed.frozen for streamed in self._blocks):
             return
         away = blocks_on_host(len(self._blocks), resident, self.reference_blocks)
         for index in sorted(self._settled - away):

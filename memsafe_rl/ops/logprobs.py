@@ -129,15 +129,8 @@ def _scores_of(head: LinearHead | LogitsHead, hidden_ND: Tensor, temperature: fl
     if not isinstance(head, LinearHead):
         logits_NV = head(hidden_ND)
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
-    recipe = _Recipe(
-        _product_dtype(hidden_ND, head),
-        head.scale,
-        head.soft_cap,
-        temperature,
-        len(hidden_ND),
-        False,
-        fixed_tiles=fixed,
-    )
+    dtype, tile = _product_dtype(hidden_ND, head), len(hidden_ND)
+    recipe = _Recipe(dtype, head.scale, head.soft_cap, temperature, tile, with_entropy=False, fixed_tiles=fixed)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         scores_NV = _tile_buffer(hidden_ND, head.weight_VD, recipe)
         _write_scores(scores_NV, hidden_ND, head.weight_VD, head.bias_V, recipe)

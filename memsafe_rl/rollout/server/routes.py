@@ -95,8 +95,7 @@ class Server:
         try:
             pairs = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             found = [float(entry[str(token)]["logprob"]) for token, entry in pairs]
-            if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in found):
-                raise ValueError("one is above 0 or not finite")
+            _check_logprobs(found)
             return found
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ServerError(f"{self.url} gave no log-probs of a prompt ({type(error).__name__}: {error})") from None
@@ -138,8 +137,7 @@ class Server:
             logprobs = [float(entry["logprob"]) for _, entry in zip(tokens, entries, strict=True)]
             if any(entry.get("token_id", token) != token for token, entry in zip(tokens, entries, strict=True)):
                 raise ValueError("its log-probs are of other tokens")
-            if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in logprobs):
-                raise ValueError("a log-prob is above 0 or not finite")
+            _check_logprobs(logprobs)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ServerError(f"{self.url} gave an answer that is refused: {error}") from None
         return completion_of(tokens, logprobs, settings, finished=tokens[-1] in settings.eos_token_ids)
@@ -179,6 +177,11 @@ class Server:
         if not answer.ok:
             raise ServerError(f"{self.url}{route} answered {answer.status_code}: {answer.text[:_TOLD]}")
         return answer
+
+
+def _check_logprobs(logprobs: Sequence[float]) -> None:
+    if not all(math.isfinite(logprob) and logprob <= 1e-3 for logprob in logprobs):
+        raise ValueError("a log-prob is above 0 or not finite")
 
 
 def _check_version(spans: Any, tokens: int, version: str) -> None:
