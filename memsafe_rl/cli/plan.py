@@ -291,21 +291,23 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
     chosen, config = wanted.run.fields, wanted.run.config
     ideas: list[tuple[int, str]] = []
 
-    def idea(component: Component, share: float, text: str) -> None:
-        ideas.append((int(share * parts.get(component, 0)), text))
+    def idea(text: str, **shares: float) -> None:
+        ideas.append((int(sum(share * parts.get(Component[part], 0) for part, share in shares.items())), text))
 
-    trains_all, quantised = chosen.peft is None, chosen.quantization is not None
-    if trains_all:
-        taken = sum(parts.get(part, 0) for part in (Component.GRADIENTS, Component.OPTIMIZER))
-        ideas.append((taken, "train an adapter (--peft lora:16): no gradients or optimizer state of the base"))
-        if "8bit" not in str(config.optim):
-            idea(Component.OPTIMIZER, 0.75, "optimizer state in 8 bits (--optim adamw_bnb_8bit)")
-    elif not quantised:
-        idea(Component.WEIGHTS, 0.7, "a base in 4 bits (--load-in-4bit)")
+    if chosen.peft is None:
+        text = "train an adapter (--peft lora:16): no gradients or optimizer state of the base"
+        idea(text, GRADIENTS=1.0, OPTIMIZER=1.0)
+    elif chosen.quantization is None:
+        idea("a base in 4 bits (--load-in-4bit)", WEIGHTS=0.7)
+    if forecast.refusal is not None and parts.get(Component.WEIGHTS, 0) > forecast.budget_bytes:
+        return "; or ".join(text for _, text in ideas) or "a smaller model (--model)"  # all else comes on top of weights
+    if chosen.peft is None and "8bit" not in str(config.optim):
+        idea("optimizer state in 8 bits (--optim adamw_bnb_8bit)", OPTIMIZER=0.75)
     if not config.caches_in_8_bits:
-        idea(Component.KV_CACHE, 0.45, "a cache in 8 bits (--cache-implementation quantized), which is lossy")
-    idea(Component.KV_CACHE, 0.5, "completions half as long (--max-completion-length)")
-    idea(Component.ACTIVATIONS, 0.5, "completions half as long (--max-completion-length)")
+        idea("a cache in 8 bits (--cache-implementation quantized), which is lossy", KV_CACHE=0.45)
+    shorter = "completions half as long (--max-completion-length)"
+    idea(shorter, KV_CACHE=0.5)
+    idea(shorter, ACTIVATIONS=0.5)
     if forecast.refusal is not None:  # what later phases hold, and what each would save, is not known
         return "; or ".join(dict.fromkeys(text for _, text in ideas))
     saved, text = max(ideas, default=(0, ""))
