@@ -300,7 +300,7 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
     elif chosen.quantization is None:
         idea("a base in 4 bits (--load-in-4bit)", WEIGHTS=0.7)
     if forecast.refusal is not None and parts.get(Component.WEIGHTS, 0) > forecast.budget_bytes:
-        return "; or ".join(text for _, text in ideas) or "a smaller model (--model)"  # all else comes on top of weights
+        return "; or ".join(text for _, text in ideas) or "a smaller model (--model)"  # all else comes on top
     if chosen.peft is None and "8bit" not in str(config.optim):
         idea("optimizer state in 8 bits (--optim adamw_bnb_8bit)", OPTIMIZER=0.75)
     if not config.caches_in_8_bits:
