@@ -90,7 +90,7 @@ def forecast_memory(
         reward_models: sequence classifiers among the rewards: names or folders as for ``model``, or models.
         ranks: ranks of the run, of which one is forecast; batch sizes are per rank, as everywhere.
         sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
-            (weights too). Trainers run under "none" only.
+            (weights too). Trainers run under "none" and "fsdp".
         speed: the device's, for an estimate of a step's seconds; None for none.
 
     Returns:
