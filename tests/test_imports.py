@@ -34,7 +34,6 @@ OPTIONAL = {
     "latex2sympy2_extended",
     "liger_kernel",
     "math_verify",
-    "matplotlib",
     "PIL",
     "pynvml",
     "vllm",
@@ -146,5 +145,5 @@ def test_a_planted_wrong_import_is_found(room: str, source: str) -> None:
 
 
 def test_a_planted_hidden_import_is_found() -> None:
-    tree = ast.parse("def f():\n    import transformers\n    import matplotlib.pyplot\n")
+    tree = ast.parse("def f():\n    import transformers\n    import bitsandbytes.nn\n")
     assert hidden_imports(tree, ("memsafe_rl", "ops")) == ["line 2: transformers"]

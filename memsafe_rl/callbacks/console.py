@@ -178,25 +178,23 @@ def summary(figures: RunFigures, console: Console | None = None, *, then: Mappin
 
 
 def _summary_facts(figures: RunFigures) -> dict[str, str]:
-    facts = {"steps": f"{figures.steps} in {figures.seconds:,.1f} s"}
-    if figures.forecast_bytes is not None:
-        facts["forecast peak"] = format_bytes(figures.forecast_bytes)
-    if figures.peak_bytes is not None:
-        facts["measured peak"] = f"{format_bytes(figures.peak_bytes)}, in {figures.peak_phase}"
-    if figures.forecast_error is not None:
-        facts["forecast error"] = f"{figures.forecast_error:+.1%}"
-    if figures.budget_bytes is not None and figures.budget_share is not None:
-        facts["budget"] = f"{format_bytes(figures.budget_bytes)}, {figures.budget_share:.1%} used at the peak"
-    share = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
-    facts["failures survived"] = f"{figures.failures}, leaner plans {figures.leaner_plans}"
-    facts["lost to memory"] = f"{figures.seconds_lost:,.2f} s, {share:.1%} of the time"
-    if figures.samples_per_second is not None:
-        facts["samples a second"] = f"{figures.samples_per_second:.2f}"
-    if figures.tokens_per_second is not None:
-        facts["tokens a second"] = f"{figures.tokens_per_second:,.0f}"
-    if figures.first_reward is not None and figures.last_reward is not None:
-        facts["reward"] = f"{figures.first_reward:.3f} at the start, {figures.last_reward:.3f} at the end"
-    return facts
+    peak, budget, share, error = figures.peak_bytes, figures.budget_bytes, figures.budget_share, figures.forecast_error
+    lost = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
+    samples, tokens, rewards = figures.samples_per_second, figures.tokens_per_second, figures.last_reward
+    whose = "" if figures.counts_tensors else ", of the whole process"
+    facts = {
+        "steps": f"{figures.steps} in {figures.seconds:,.1f} s",
+        "forecast peak": figures.forecast_bytes is not None and format_bytes(figures.forecast_bytes),
+        "measured peak": peak is not None and f"{format_bytes(peak)}, in {figures.peak_phase}{whose}",
+        "forecast error": error is not None and f"{error:+.1%}",
+        "budget": budget and share is not None and f"{format_bytes(budget)}, {share:.1%} used at the peak",
+        "failures survived": f"{figures.failures}, leaner plans {figures.leaner_plans}",
+        "lost to memory": f"{figures.seconds_lost:,.2f} s, {lost:.1%} of the time",
+        "samples a second": samples is not None and f"{samples:.2f}",
+        "tokens a second": tokens is not None and f"{tokens:,.0f}",
+        "reward": rewards is not None and f"{figures.first_reward:.3f} at the start, {rewards:.3f} at the end",
+    }
+    return {name: text for name, text in facts.items() if isinstance(text, str)}
 
 
 def _cell(value: Any) -> Text:

@@ -145,7 +145,7 @@ def option(words: str, *flags: str, **more: Any) -> Any:
 
 @app.callback()
 def main(show: Annotated[bool, option("version", "--version", callback=show_version, is_eager=True)] = False) -> None:
-    """Train models with GRPO and PPO within a memory budget, without changing the mathematics."""
+    """Train models with GRPO, RLOO and PPO within a memory budget, without changing the mathematics."""
 
 
 class RunCommand(TyperCommand):

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from markupsafe import Markup, escape
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from memsafe_rl.cli.arguments import refusal
 from memsafe_rl.diagnostics.run_figures import Record, RunFolder, column, known, number
 from memsafe_rl.errors import texts_beside
 from memsafe_rl.units import percent, plain, scientific
@@ -124,18 +126,8 @@ def y_ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
     """Chooses round numbers that span a range."""
     unit = 1024.0 ** int(math.log(max(high, 1.0), 1024)) if binary else 1.0
     top = high if high > low else low + (abs(low) or 1.0)
-    locator = _matplotlib().ticker.MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    locator = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
     return [float(tick) * unit for tick in locator.tick_values(low / unit, top / unit)]
-
-
-def _matplotlib() -> Any:
-    try:
-        import matplotlib
-        import matplotlib.figure
-        import matplotlib.ticker
-    except ModuleNotFoundError as error:
-        raise refusal("report/matplotlib") from error
-    return matplotlib
 
 
 def _per_group(series: Sequence[Series], groups: Sequence[Any], *, stacked: bool) -> Any:
@@ -150,9 +142,8 @@ def _per_group(series: Sequence[Series], groups: Sequence[Any], *, stacked: bool
 
 def _axes(edges: Any, ticks: Sequence[float], write: Write) -> tuple[Any, Any]:
     """Makes an empty chart whose units are the pixels of its SVG."""
-    library = _matplotlib()
-    with library.rc_context(_STYLE):
-        figure = library.figure.Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH / 72, _HEIGHT / 72), dpi=72)
         axes = figure.add_axes(
             (_LEFT / _WIDTH, _BOTTOM / _HEIGHT, 1 - (_LEFT + _RIGHT) / _WIDTH, 1 - (_TOP + _BOTTOM) / _HEIGHT)
         )
@@ -161,7 +152,7 @@ def _axes(edges: Any, ticks: Sequence[float], write: Write) -> tuple[Any, Any]:
     axes.spines[:].set_visible(False)
     axes.set(xlim=(edges[0], edges[-1]), ylim=(ticks[0], ticks[-1]))
     axes.set_yticks(ticks, [write(tick) for tick in ticks])
-    axes.xaxis.set_major_locator(library.ticker.MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
     axes.tick_params(length=0, labelcolor=_INK["dim"])
     axes.grid(axis="y", color=_INK["rule"])
     axes.set_axisbelow(True)
@@ -210,7 +201,7 @@ def _hints(axes: Any, steps: Sequence[float], groups: Sequence[Any], values: Any
 def _svg(figure: Any, plot: Plot, hints: str) -> Markup:
     """Writes a figure as SVG: no ids but those of markers, nothing clipped, classes and CSS variables for the page."""
     buffer = io.StringIO()
-    with _matplotlib().rc_context({**_STYLE, "svg.hashsalt": plot.title}):
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": plot.title}):
         figure.savefig(buffer, format="svg", metadata=_NO_METADATA)
     text = buffer.getvalue()
     text = re.sub(r"\s*\n\s*", " ", text[text.index("<svg") :])

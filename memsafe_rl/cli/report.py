@@ -73,16 +73,19 @@ def page(folder: RunFolder) -> str:
     writers = (units.plain, units.percent, units.format_seconds, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
     rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
-    figures = run_figures(folder.steps, folder.events, rollout_rows=None if rows is None else int(rows))
+    counted = bool(folder.run.get("counts_tensors", True))
+    figures = run_figures(folder.steps, folder.events, rollout_rows=rows, counts_tensors=counted)
     budget, failures = figures.budget_bytes, [event for event in events if event.get("event") == "failure"]
     listed = [event for event in events if event.get("event") not in ("plan", "forecast")]
-    began = number(folder.run.get("began"))
+    first, *later = folder.run.get("starts") or [folder.run]
+    began = number(first.get("began"))
     return environment.get_template("report.html.j2").render(
         folder=folder,
         run=folder.run,
         name=folder.path.resolve().name,
         path=folder.path.resolve(),
         began=None if began is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
+        resumed=[number(start.get("first_step")) for start in later],
         device=folder.run.get("device") or {},
         figures=figures,
         lost_share=figures.seconds_lost / figures.seconds if figures.seconds else 0.0,
@@ -277,7 +280,8 @@ def _forecast(folder: RunFolder) -> dict[str, Any]:
             found = [error for error in errors if error is not None]
             summary = (statistics.median(found), min(found), max(found)) if found else (None,) * 3
             sizes = map(units.bytes_or_dash, (foreseen, measured))
-            shares = map(signed, (_error(foreseen, measured), *summary))
+            error = _error(foreseen, measured) if folder.run.get("counts_tensors", True) else None
+            shares = map(signed, (error, *summary))
             rows.append((phase, *sizes, next(shares), len(found) or "-", *shares))
             lines.append(Series(phase, errors, color))
     plot = Plot("Prediction error of each step", lines, units.percent, from_zero=True)

@@ -33,28 +33,26 @@ class RunFigures:
     tokens_per_second: float | None  # prompts and completions, over the time of all steps
     first_reward: float | None  # mean reward of the first rollout
     last_reward: float | None  # mean reward of the last rollout
+    counts_tensors: bool = True  # whether peaks are those of tensors, as forecasts are, not of the whole process
 
     @property
     def budget_share(self) -> float | None:
         """The peak over the budget."""
-        if not self.budget_bytes or self.peak_bytes is None:
-            return None
-        return self.peak_bytes / self.budget_bytes
+        return self.peak_bytes / self.budget_bytes if self.budget_bytes and self.peak_bytes is not None else None
 
     @property
     def forecast_error(self) -> float | None:
-        """The forecast over the measured peak, less one."""
-        if self.forecast_bytes is None or not self.peak_bytes:
-            return None
-        return self.forecast_bytes / self.peak_bytes - 1
+        """The forecast over the measured peak, less one; None where that is the whole process's."""
+        ratio = self.forecast_bytes / self.peak_bytes if self.forecast_bytes and self.peak_bytes else None
+        return None if ratio is None or not self.counts_tensors else ratio - 1
 
 
 def run_figures(
     steps: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
     *,
-    rollout_rows: int | None = None,
-    forecast_bytes: int | None = None,
+    rollout_rows: float | None = None,
+    counts_tensors: bool = True,
 ) -> RunFigures:
     """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
@@ -62,7 +60,7 @@ def run_figures(
     peak, phase = max(peaks) if peaks else (None, None)
     rewards = known(steps, "reward")
     rollouts = len(known(steps, "completions/mean_length"))
-    samples = None if rollout_rows is None else rollouts * rollout_rows
+    samples = None if rollout_rows is None else int(rollouts * rollout_rows)
     tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
     # A resumed run's first record carries the tokens of the part before it.
     drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0
@@ -74,7 +72,7 @@ def run_figures(
         peak_bytes=peak,
         peak_phase=phase,
         budget_bytes=int(budgets[-1]) if budgets else None,
-        forecast_bytes=forecast_bytes if forecast_bytes is not None or not forecasts else int(forecasts[-1]),
+        forecast_bytes=int(forecasts[-1]) if forecasts else None,
         failures=len(failures),
         leaner_plans=sum(event.get("event") == "fallback" for event in events),
         seconds_lost=sum(number(event.get("seconds_lost")) or 0.0 for event in failures),
@@ -83,6 +81,7 @@ def run_figures(
         tokens_per_second=drawn / seconds if drawn and seconds else None,
         first_reward=rewards[0] if rewards else None,
         last_reward=rewards[-1] if rewards else None,
+        counts_tensors=counts_tensors,
     )
 
 

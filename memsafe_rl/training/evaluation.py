@@ -12,6 +12,7 @@ from memsafe_rl.training import refusal, unusable
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.metrics.run_log import RunLog
+from memsafe_rl.training.metrics.step_metrics import averages
 from memsafe_rl.training.setup import RunState
 
 
@@ -29,7 +30,9 @@ def evaluated(
     unusable.when(not examples, "eval_dataset/empty")
     kept = collector.reader.kept()
     try:
-        values, rollout = collector.evaluate(examples, state)
+        with report.apart() as logged:
+            values, rollout = collector.evaluate(examples, state)
+        values = {name: mean for name, mean in averages(logged).items() if mean is not None} | values
         values.pop("step_tokens")
         if rollout is not None:
             values["loss"] = learner.loss_of(rollout, state.controllers)

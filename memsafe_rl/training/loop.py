@@ -432,7 +432,8 @@ class TrainingLoop:
         self.report.fire("on_train_end", state)
         setup.parallel.wait()  # for callbacks, which may fail on one rank
         if setup.parallel.is_main and not self.config.disable_tqdm:
-            figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=self.config.rollout_rows)
+            rows, exact = self.config.rollout_rows, setup.memory.meter.is_exact
+            figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=rows, counts_tensors=exact)
             summary(figures, then=self.files.what_follows())
         last = state.history[-1] if state.history else {}
         return TrainResult(state.step, totals["train_loss"], {**last, **totals})

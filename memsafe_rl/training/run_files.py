@@ -237,7 +237,7 @@ class RunFiles:
         config = self._config
         commands = {"report": shlex.join(["memsafe-rl", "report", config.output_dir])}
         if checkpoint_folder(Path(config.output_dir), self.saved_step).is_dir() and not config.save_only_model:
-            commands["train longer"] = f"raise max_steps or num_train_epochs, then {resume_command(config)}"
+            commands["train longer"] = f"{resume_command(config)}, with a higher max_steps or num_train_epochs"
         return commands
 
     def release(self) -> None:

@@ -123,7 +123,7 @@ def test_the_summary_ends_with_commands_for_what_follows(tmp_path: Path, capsys:
     make_trainer(tmp_path, disable_tqdm=False, save_strategy="steps", save_steps=1).train()
     said = capsys.readouterr().err
     assert f"report: memsafe-rl report {tmp_path}\n" in said
-    assert "train longer: raise max_steps or num_train_epochs, then trainer.train(resume_from_checkpoint=True)" in said
+    assert "longer: trainer.train(resume_from_checkpoint=True), with a higher max_steps or num_train_epochs" in said
 
 
 def test_chats_are_shown_turn_by_turn(tmp_path: Path) -> None:

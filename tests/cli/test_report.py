@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import re
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,7 +259,30 @@ def test_forecast_and_plans_are_compared_with_what_was_measured(tmp_path: Path) 
     forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {"update": 6 * MIB}}
     told = words(write(tmp_path, [step(1), step(2)], [forecast]))
     assert "update 6.00 MiB 5.00 MiB +20.0% 2 -20.0% -20.0% -20.0%" in told
+    assert "whole process" not in told
     assert "rollout - 3.00 MiB - 2 +10.0% +10.0% +10.0%" in told
+
+
+def test_a_forecast_of_tensors_is_not_held_against_a_whole_process(tmp_path: Path) -> None:
+    """On a plain CPU every forecast was 99 % off."""
+    forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {"update": 6 * MIB}}
+    told = words(write(tmp_path, [step(1), step(2)], [forecast], counts_tensors=False))
+    assert "update 6.00 MiB 5.00 MiB - 2 -20.0%" in told
+    assert "20.0% off" not in told
+    assert "6.00 MiB of tensors alone" in told
+    assert "what was measured is the whole process" in told
+    console = Console(file=io.StringIO(), width=100)
+    summary(run_figures([step(1)], [forecast], counts_tensors=False), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "5.00 MiB, in update, of the whole process" in console.file.getvalue()
+    assert "forecast error" not in console.file.getvalue()
+
+
+def test_a_resumed_run_began_when_it_first_did(tmp_path: Path) -> None:
+    starts = [{"began": 0.0, "first_step": 0}, {"began": 9e8, "first_step": 12}, {"began": 1e9, "first_step": 28}]
+    told = words(write(tmp_path, [step(1)], began=1e9, starts=starts))
+    assert "begun 1970-01-01" in told or "begun 1969-12-31" in told
+    assert "resumed after step 12, 28" in told
 
 
 def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path: Path) -> None:
@@ -489,14 +511,6 @@ def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
     assert report(str(folder), str(tmp_path / "a.html")) == tmp_path / "a.html"
     with pytest.raises(ConfigError, match="cannot be written"):
         report(str(folder), str(tmp_path / "nowhere" / "a.html"))
-
-
-def test_without_matplotlib_the_error_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "run", [step(1)])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    found = RUNNER.invoke(app, ["report", str(folder)])
-    assert found.exit_code == 2
-    assert "pip install 'memsafe-rl[plots]'" in found.stderr
 
 
 # ------------------------------------------------------------------ charts

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.evaluation import best_at_k, pass_at_k
@@ -48,6 +49,38 @@ def test_pass_and_best_at_k_of_an_evaluation(tmp_path: Path) -> None:
         assert metrics[f"eval_best@{k}"] == pytest.approx(best)
     assert metrics["eval_mean@4"] == pytest.approx(1 / 4)
     assert metrics["eval_reward"] == pytest.approx((2 + 0.5) / 8)
+
+
+class Phased:
+    """Logs 1 in a rollout and 1,000 in an evaluation."""
+
+    __name__ = "phased"
+    evaluating = False
+
+    def __call__(self, completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("which", 1000.0 if self.evaluating else 1.0)
+        return [float(len(text) % 3) for text in completions]
+
+
+def test_what_rewards_log_in_an_evaluation_is_the_evaluations(tmp_path: Path) -> None:
+    """It was averaged with the next step's."""
+    paid = Phased()
+    settings = {"max_steps": 3, "logging_steps": 1, "reward_funcs": [paid], "eval_dataset": TWO}
+    trainer = make_trainer(tmp_path, **settings)
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            paid.evaluating = True
+            assert trainer.evaluate()["eval_which"] == 1000.0
+            paid.evaluating = False
+
+    trainer.add_callback(Evaluates())
+    trainer.train()
+    records = trainer.state.log_history
+    assert {record["which"] for record in records if "which" in record} == {1.0}
+    evaluations = [record for record in records if "eval_reward" in record]
+    assert [record["eval_which"] for record in evaluations] == [1000.0] * 3
+    assert all(record["eval_time/reward/phased_seconds"] >= 0 for record in evaluations)
 
 
 def test_the_user_says_which_k_what_passes_and_which_function_decides(tmp_path: Path) -> None:

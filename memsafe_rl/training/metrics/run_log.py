@@ -139,6 +139,15 @@ class RunLog:
         for name, timeouts in scores.timeouts.items():
             self.pending[f"rewards/{name}/timeouts"].append(timeouts)
 
+    @contextmanager
+    def apart(self) -> Iterator[Mapping[str, Sequence[float]]]:
+        """Gives what rewards log inside, an evaluation, and keeps it out of the next record of training."""
+        pending, self.pending = self.pending, defaultdict(list)
+        try:
+            yield self.pending
+        finally:
+            self.pending = pending
+
     def begin_step(self, state: RunState) -> None:
         """Begins a step's own figures: an evaluation's rewards may have taken longer."""
         self._reward_seconds.clear()
