@@ -441,11 +441,6 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         "The last rollouts' rewards are higher by # (# to #) and # (# to #)",
         lambda: beside_plain("last_rollouts"),
     ),
-    (
-        FIGURES,
-        "(one began at # %,",
-        lambda: [100 * max(one["before"] for one in results("dppo")["runs"]["dppo, 0.15"])],
-    ),
     (FIGURES, "none was too low, but four phases, one of them the peak, # to # % too high", mended_phases),
     (FIGURES, "# minutes of one core, half of it the mode's own", minutes_of_invariance),
     (EXACTNESS, "at most # of the norm between cuts", lambda: apart_between_cuts()[:1]),
