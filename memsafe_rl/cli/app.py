@@ -118,6 +118,7 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # joins the lines of a docstring's paragraph
     pretty_exceptions_enable=False,
 )
 

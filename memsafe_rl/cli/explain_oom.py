@@ -157,9 +157,7 @@ def as_json(found: Explanation) -> str:
 def _bytes_of(value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"count", "slack"}:
         return value["count"]
-    if isinstance(value, (list, tuple)):
-        return [_bytes_of(entry) for entry in value]
-    return value
+    return [_bytes_of(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def show(found: Explanation, console: Console) -> None:

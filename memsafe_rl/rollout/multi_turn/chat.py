@@ -185,9 +185,7 @@ def encodable(value: Any) -> Any:
         return value if value.isascii() else value.encode(errors="replace").decode()
     if isinstance(value, Mapping):
         return {encodable(name): encodable(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [encodable(one) for one in value]
-    return value
+    return [encodable(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
