@@ -2,10 +2,10 @@
 
     python -m benchmarks.dppo [--seeds 0 1 2] [--steps 160]
 
-The quickstart's task and model, warmed up once a seed. Every rollout of 1,024 completions gives 16 optimizer steps: four
-passes (K=4) over four parts, so that the last ones learn from weights that are 15 steps old. Losses differ in nothing
-else; plain GRPO, with a fresh rollout of 256 for each of as many steps, stands beside them. Shows held-out accuracy
-after equal optimizer steps, as mean ± standard deviation over the seeds, and the share of tokens held back.
+The quickstart's task and model, warmed up once a seed. Every rollout of 1,024 completions gives 16 optimizer steps:
+four passes (K=4) over four parts, so that the last ones learn from weights that are 15 steps old. Losses differ in
+nothing else; plain GRPO, with a fresh rollout of 256 for each of as many steps, stands beside them. Shows held-out
+accuracy after equal optimizer steps, as mean ± standard deviation over the seeds, and the share of tokens held back.
 """
 
 from __future__ import annotations

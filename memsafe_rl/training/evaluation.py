@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
+
+from transformers.trainer_utils import speed_metrics
 
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data.prompts import check_dataset
@@ -28,7 +31,7 @@ def evaluated(
         return merged
     examples = list(check_dataset(dataset, "eval_dataset", collector.reader.columns))
     unusable.when(not examples, "eval_dataset/empty")
-    kept = collector.reader.kept()
+    kept, started = collector.reader.kept(), time.time()
     try:
         with report.apart() as logged:
             values, rollout = collector.evaluate(examples, state)
@@ -39,6 +42,7 @@ def evaluated(
     finally:
         collector.reader.forget(kept)
     metrics = {f"{prefix}_{name}": value for name, value in values.items()}
+    metrics |= speed_metrics(prefix, started, num_samples=len(examples))
     report.tell_log(state, metrics)
     report.fire("on_evaluate", state, metrics)
     return metrics

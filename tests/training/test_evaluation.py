@@ -49,6 +49,8 @@ def test_pass_and_best_at_k_of_an_evaluation(tmp_path: Path) -> None:
         assert metrics[f"eval_best@{k}"] == pytest.approx(best)
     assert metrics["eval_mean@4"] == pytest.approx(1 / 4)
     assert metrics["eval_reward"] == pytest.approx((2 + 0.5) / 8)
+    assert metrics["eval_runtime"] > 0
+    assert metrics["eval_samples_per_second"] > 0
 
 
 class Phased:

@@ -73,9 +73,7 @@ class Tower:
 
     def reader(self, lm: Any) -> Reader:
         """Says whose features a network reads as it is now; all that share a frozen tower read the same."""
-        if not self.learns and self._shares(lm):
-            return self.own
-        return self._reads_as(lm)
+        return self.own if not self.learns and self._shares(lm) else self._reads_as(lm)
 
     def _reads_as(self, lm: Any) -> Reader:
         return id(lm), peft_adapters_on(lm) if self._adapted else ()
