@@ -438,6 +438,11 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     (
         FIGURES,
+        "plain GRPO is at # %, the teacher alone at # %, and at # % with the mean taken off",
+        lambda: [of_seeds(tries, "after")[0] for tries in results("distillation_40")["runs"].values()][:3],
+    ),
+    (
+        FIGURES,
         "The last rollouts' rewards are higher by # (# to #) and # (# to #)",
         lambda: beside_plain("last_rollouts"),
     ),
