@@ -551,7 +551,7 @@ TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "larger networks": (FIGURES, "What `memsafe-rl plan --model MODEL", slice(1), larger_networks),
     "offload": ("docs/simulated-memory.md", "`python -m benchmarks.offload`", slice(1), offload),
     "count_squares": ("docs/images.md", "`python -m examples.count_squares`", slice(1), count_squares),
-    "vllm_engine": ("docs/rollout-engines.md", "so that the processor's seconds", slice(1), vllm_engine),
+    "vllm_engine": ("docs/rollout-engines.md", "peak above the loaded model", slice(1), vllm_engine),
     "trl_suite": ("docs/trl.md", "[counts and names]", slice(1), trl_suite),
     "quickstart": (EXAMPLES, "## Quickstart", slice(1), quickstart),
     "smollm2_grpo": (EXAMPLES, "## SmolLM2-135M-Instruct", slice(1), smollm2),
