@@ -108,19 +108,29 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     """Draws each step's highest moment, the peak of each phase, and the two phases that plans cut."""
     records = folder.steps
     budget = number(records[-1].get("memory/budget_bytes"))
-    limit = None if budget is None else Limit(budget, f"budget {format_bytes(int(budget))}")
-    shape: dict[str, Any] = {"write": units.bytes_text, "binary": True, "from_zero": True, "limit": limit}
-    held = [_held_at_highest(record) for record in records]
-    uses, layers = "by use", _layers(folder, held)
-    if not layers:
-        uses, layers = "all uses together", [Series("peak", column(records, "memory/peak_bytes"), 7)]
-    highest = f"Highest moment of each step, {uses}"
-    marked = Plot(highest, layers, stacked=True, marks=_marks(events, records), **shape)
-    drawings = draw_all(records, [marked, Plot("Peak of each phase", _phase_lines(records), **shape)])
+
+    def plot(title: str, layers: Sequence[Series], below: int = 0, **more: Any) -> Plot:
+        limit = None if budget is None else Limit(budget - below, f"budget {format_bytes(int(budget))}")
+        return Plot(title, layers, units.bytes_text, from_zero=True, binary=True, limit=limit, **more)
+
+    def by_use(title: str, held: Sequence[Mapping[str, int]], **more: Any) -> Plot:
+        process = max((parts.get("process", 0) for parts in held), default=0)
+        # Where that is more than half, all else would be a thin line on its block.
+        own = process if 2 * process > max((sum(parts.values()) for parts in held), default=0) else 0
+        note = f"Above the {format_bytes(own)} that the process itself holds: Python and libraries." if own else ""
+        layers = _layers(folder, [{**parts, "process": 0} for parts in held] if own else held)
+        return plot(f"{title}, by use", layers, own, stacked=True, note=note, **more)
+
+    title, marks = "Highest moment of each step", _marks(events, records)
+    highest = by_use(title, [_held_at_highest(record) for record in records], marks=marks)
+    if not highest.series:
+        together = [Series("peak", column(records, "memory/peak_bytes"), 7)]
+        highest = plot(f"{title}, all uses together", together, stacked=True, marks=marks)
+    drawings = draw_all(records, [highest, plot("Peak of each phase", _phase_lines(records))])
     for phase in ("rollout", "update"):
         there = [record for record in records if (record.get("held_at_peak") or {}).get(phase)]
-        layers = _layers(folder, [record["held_at_peak"][phase] for record in there])
-        drawings += draw_all(there, [Plot(f"Peak of the {phase}, by use", layers, stacked=True, **shape)])
+        held = [record["held_at_peak"][phase] for record in there]
+        drawings += draw_all(there, [by_use(f"Peak of the {phase}", held)])
     return drawings
 
 
@@ -213,9 +223,8 @@ def _notes(events: Sequence[Record]) -> list[tuple[str, str, str]]:
     notes = []
     for group in list(alike.values())[:_MOST_NOTES]:
         first, last = group[0], group[-1]
-        when = f"step {first['at']:g}"
-        if len(group) > 1:
-            when = f"{len(group)} times, from step {first['at']:g} to {last['at']:g}, first:"
+        times = f"{len(group)} times, from step {first['at']:g} to {last['at']:g}, first:"
+        when = times if len(group) > 1 else f"step {first['at']:g}"
         kind = "failure" if first.get("band") == "danger" else str(_kind_of_mark(first))
         notes.append((kind, when, sentence(first)))
     return notes

@@ -325,6 +325,18 @@ def test_where_only_owners_are_known_the_rest_is_called_the_rest(
     assert html_of(folder).index("swatch c8") < html_of(folder).index("swatch c0"), "the process itself lies below all"
 
 
+def test_a_large_process_is_no_block_that_hides_the_rest(tmp_path: Path) -> None:
+    parts = {"weights": MIB, "activations": 4 * MIB}
+    for process, is_left_out in ((500 * MIB, True), (3 * MIB, False)):
+        held = {"update": {"process": process, **parts}}
+        lines = [step(at, held_at_peak=held, **{"memory/budget_bytes": 502.0 * MIB}) for at in (1, 2)]
+        chart = figures(write(tmp_path / str(is_left_out), lines))["Peak of the update, by use"]
+        assert ("Above the 500.00 MiB that the process itself holds" in chart) is is_left_out
+        assert ("swatch c8" in chart) is not is_left_out
+        assert f"together: {'5 MiB' if is_left_out else '8 MiB'}" in chart
+        assert ("far above this scale" in chart) is not is_left_out, "the budget moves with the zero of the scale"
+
+
 def test_charts_of_nothing_but_zeros_are_listed_instead(tmp_path: Path) -> None:
     zero = {"frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
     folder = write(tmp_path, [step(1, **zero), step(2, **{**zero, "completions/clipped_ratio": 0.5})])

@@ -39,14 +39,7 @@ from memsafe_rl.models.language.base import (
     padding_mask,
     predicting_states,
 )
-from memsafe_rl.models.language.packing import (
-    PackedRows,
-    Trunk,
-    attending,
-    pack_rows,
-    pack_trunk,
-    padded_layout,
-)
+from memsafe_rl.models.language.packing import PackedRows, Trunk, attending, pack_rows, pack_trunk, padded_layout
 from memsafe_rl.models.module_state import cache_name
 from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES

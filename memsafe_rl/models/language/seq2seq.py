@@ -28,11 +28,7 @@ from memsafe_rl.accounting import claim
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
-from memsafe_rl.models.decoding.shared_prefix_attention import (
-    Reading,
-    biases_left_out,
-    shared_prefix_attention,
-)
+from memsafe_rl.models.decoding.shared_prefix_attention import Reading, biases_left_out, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
 from memsafe_rl.models.geometry import decoder_config, layer_windows
 from memsafe_rl.models.language import agreement
