@@ -127,7 +127,8 @@ def page(results: Mapping[str, Mapping[str, Cell]]) -> str:
         Markdown.
     """
     seconds = sorted(cell["seconds"] for row in results.values() for cell in row.values())
-    left = [name.split("/")[1] for name in MODELS if not any(len(results.get(f"{name}, {way}", {})) for way in WAYS)]
+    cells = {(name, way): len(results.get(f"{name}, {way}", {})) for way in WAYS for name in MODELS}
+    left = [f"{name.split('/')[1]} ({way})" for (name, way), count in cells.items() if count < len(CARDS)]
     tables = [f"## {way[0].upper() + way[1:]}\n\n" + "".join(_table(results, way)) for way in WAYS]
     return TEXT.format(
         prompt_tokens=PROMPT_TOKENS,
