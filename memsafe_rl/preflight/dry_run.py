@@ -46,7 +46,7 @@ from memsafe_rl.training.assembly.protocol import ModelFactory, TrainingRequest
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import Committer
 from memsafe_rl.training.setup import TrainingSetup
-from memsafe_rl.types import Component, Phase
+from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
 
 _MOST_ROUNDS = 6
 """Rounds after which plans are taken as they are, should corrections still change them; most runs need one or two."""
@@ -351,7 +351,7 @@ def _try_until_settled(
         setup = replace(setup, committer=committer)
         Learner(setup).make_state()
         among, grows = candidates(setup, longest), not committer.optimizer.state
-        trials = worst_trials(setup, among, grows=grows)
+        trials, tried = worst_trials(setup, among, grows=grows), list[tuple[RolloutPlan, UpdatePlan]]()
         for _ in range(_MOST_ROUNDS):
             # A run begins with the weights where loading left them, before its first plan sends any to the host.
             weights = setup.adapter.host_weights
@@ -366,11 +366,12 @@ def _try_until_settled(
                 setup.recovery.once(Stage.PREPARE, _try, setup, committer, trial)
             if evaluation is not None:
                 setup.recovery.once(Stage.PREPARE, Probe(setup, longest).draw, evaluation)
-            drawn, learned = tracker.rollout_plan, tracker.update_plan
+            tried.append((tracker.rollout_plan, tracker.update_plan))
             trials = worst_trials(setup, among, grows=grows)
             rollout = trials[-1].plans[0]
             update = next(trial.plans[1] for trial in reversed(trials) if trial.steps)
-            if not changes(drawn, rollout) and not changes(learned, update):
+            # Two plans that are about equally good may take turns.
+            if any(not changes(drawn, rollout) and not changes(learned, update) for drawn, learned in tried):
                 break
         return setup
     finally:

@@ -17,11 +17,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, MemoryBudgetError, SimulatedMemory, forecast_memory
 from memsafe_rl.errors import ConfigError
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.preflight.speed import speed_of_card
 from memsafe_rl.preflight.what_fits import Scout
-from memsafe_rl.types import Component, Phase, RolloutPlan, UpdatePlan
+from memsafe_rl.types import Component, MemoryState, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from tests.preflight import beside
 from tests.preflight.beside import ROOM, alternating, prompts
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -60,6 +60,29 @@ def failures(trainer: GRPOTrainer) -> list[str]:
 
 
 LORA = {"r": 8, "target_modules": "all-linear"}
+
+
+class TakesTurns(MemoryPolicy):
+    """Plans otherwise whenever the estimate of an update is corrected anew, as two equally good plans may."""
+
+    def __init__(self) -> None:
+        self.corrections: list[float | None] = []
+
+    def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
+        return RolloutPlan()
+
+    def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
+        corrected = memory.corrections.get(Phase.UPDATE)
+        self.corrections += [corrected] if corrected not in self.corrections else []
+        tokens = 128 if len(self.corrections) % 2 else 256
+        return UpdatePlan(micro_batch_tokens=tokens, predicted_bytes={Phase.UPDATE: memory.live_bytes + 5 * 10**6})
+
+
+def test_plans_that_take_turns_are_each_tried_once(folder: Path) -> None:
+    """Six rounds were run, of which a large network needs half a minute for each."""
+    policy = TakesTurns()
+    forecast_memory(str(folder), config_for(folder), device_bytes=ROOM, prompt_tokens=60, memory_policy=policy)
+    assert len(policy.corrections) == 1 + 2, "none, and one after each round"
 
 
 @pytest.mark.slow
