@@ -297,7 +297,9 @@ def test_evaluations_draw_completions_to_their_end(tmp_path: Path) -> None:
     dataset = make_trainer(tmp_path).train_dataset.select(range(4))
     parts = partly(tmp_path / "a", eval_dataset=dataset).evaluate()
     whole = partly(tmp_path / "b", eval_dataset=dataset, partial_rollout_tokens=None).evaluate()
-    assert parts == whole
+    timed = {name for name in parts if "time" in name or "per_second" in name}
+    assert parts.keys() == whole.keys() > timed
+    assert all(parts[name] == whole[name] for name in parts.keys() - timed)
 
 
 @pytest.mark.parametrize(
