@@ -93,6 +93,7 @@ def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
         assert python not in told
 
 
+@pytest.mark.slow
 def test_where_the_weights_alone_are_too_large_only_fewer_of_them_are_proposed(folder: Path) -> None:
     code, told, _ = plan(folder, "--model", "Qwen/Qwen3-0.6B", "--gpu", "2GiB", "--max-completion-length", "64")
     told = " ".join(told.partition("what would need less: ")[2].partition("on the host")[0].split())

@@ -27,7 +27,7 @@ def keep_threads() -> Any:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["qwen_grpo.py", "t5_grpo.py"])
 def test_an_example_to_copy_runs_from_anywhere_and_learns(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

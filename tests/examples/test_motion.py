@@ -53,7 +53,7 @@ def test_prompts_and_rewards() -> None:
     assert found == pytest.approx([0.0, -2.2], abs=1e-4)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ppo", [False, True], ids=["GRPO", "PPO"])
 def test_the_example_in_miniature(ppo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(motion_grpo, "STEPS", 4)

@@ -126,6 +126,7 @@ def test_layers_that_are_trained_whole_beside_an_adapter_are_forecast_and_leave_
         assert size == pytest.approx(held[phase], rel=0.01, abs=2**13), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False])
 def test_copies_for_checkpoints_are_what_the_host_then_holds(folder: Path, lora: bool) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "overwrite_output_dir": True}

@@ -55,7 +55,7 @@ def check(trainer: GRPOTrainer, held: dict[Phase, int], *phases: Phase) -> None:
         assert size == pytest.approx(held[phase], rel=0.03), phase
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False], ids=["by name", "object"])
 def test_a_reward_model_counts_and_scores(folder: Path, named: bool) -> None:
     judge: Any = str(folder / "judge")

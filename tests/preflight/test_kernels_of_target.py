@@ -30,7 +30,7 @@ class Attention(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_forecast_for_cuda_attends_as_a_run_on_it(tmp_path: Path, bf16: bool) -> None:
     tiny_model("qwen3", vocab_size=2000, layers=2, hidden=128, positions=512).save_pretrained(tmp_path)

@@ -122,6 +122,7 @@ def test_no_plan_changes_what_is_learnt(tmp_path: Path, teacher: str, settings: 
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, adapter: bool) -> None:
     saving: dict[str, Any] = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "distillation_top_k": 3}
@@ -137,7 +138,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path: Path, teacher: str, base: Path, ada
     assert torch.equal(weights(whole), weights(again))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [None, 50, 1000])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool, top_k: int | None) -> None:
@@ -181,7 +182,7 @@ def test_an_adapter_teaches_from_the_models_base_or_one_of_its_own(tmp_path: Pat
         assert not any("ref" in name.split(".") for name, _ in loaded.named_parameters())
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_a_forecast_counts_an_adapter_that_teaches(base: Path, lora: bool) -> None:
     given = {"peft_config": LoraConfig(r=8, target_modules="all-linear")} if lora else {}
@@ -224,6 +225,7 @@ def test_an_adapter_whose_weights_belong_elsewhere_is_refused(tmp_path: Path, ba
         distilled(tmp_path / "run", str(tmp_path / "renamed"), model=str(base), memory_forecast=False, **given)
 
 
+@pytest.mark.slow
 def test_an_adapter_teaches_beside_a_model_that_it_cannot_join(tmp_path: Path, base: Path) -> None:
     """A network that was passed may have moved since; PEFT stacks adapters of one kind."""
     passed = AutoModelForCausalLM.from_pretrained(base)

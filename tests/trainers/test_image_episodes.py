@@ -114,7 +114,7 @@ def steps(output_dir: Path, **more: Any) -> Any:
     return play(output_dir, max_steps=3, num_iterations=2, save_strategy="steps", save_steps=1, **more)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen tower", "learning tower"])
 def test_a_resumed_run_reads_what_environments_showed_again(learns: bool, tmp_path: Path) -> None:
     def network() -> Any:

@@ -86,7 +86,7 @@ def by_trl(folder: Path, output_dir: Path, **more: Any) -> torch.Tensor:
     return weights(trainer)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # TRL's own
 @pytest.mark.parametrize(
     "settings",

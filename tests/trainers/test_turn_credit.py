@@ -115,6 +115,7 @@ def test_no_cut_changes_what_is_learnt(tmp_path: Path, dtype: torch.dtype, bound
     assert relative(run(cut(), turn_advantage_coef=0.0, turn_discount=0.95), whole) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_resume_and_a_failed_attempt_leave_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(folder: Path, resume: Any = None) -> torch.Tensor:
         trainer = credited(folder, num_iterations=2, max_steps=4, save_strategy="steps", save_steps=3)

@@ -126,7 +126,7 @@ def test_a_loss_that_a_callback_forgets_to_detach_is_named_by_the_fifth_step(
     assert alarm["sentence"] in caplog.text
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "step", "time"), [(1, 5, "step"), (2, 7, "rollout")])
 def test_scores_that_a_reward_keeps_are_named_when_they_grew_three_times(
     tmp_path: Path, device: SimulatedMemory, epochs: int, step: int, time: str

@@ -122,7 +122,7 @@ def test_what_was_drawn_before_is_read_back_as_it_was() -> None:
     assert same(generate(adapter, prompts, keys, settings, under(RolloutPlan()), begun=begun), expected)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_its_bytes_are_the_formulas_and_about_a_quarter(arch: str) -> None:
     lengths, plan = (50, 49, 20), RolloutPlan(rows_in_flight=100)

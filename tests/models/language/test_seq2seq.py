@@ -320,7 +320,7 @@ def tokens_of(rows: list[Completion]) -> list[list[int]]:
     return [row.ids.tolist() for row in rows]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MAIN)
 def test_tokens_do_not_depend_on_the_plan(family: str) -> None:
     adapter = adapter_of(family)
@@ -346,7 +346,7 @@ def test_log_probs_are_those_of_teacher_forcing() -> None:
     assert_close(scored, torch.cat([row.logprobs for row in rows]).double(), 1e-6)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_failures_change_no_token(family: str) -> None:
     adapter = adapter_of(family)
@@ -600,7 +600,7 @@ def own_positions() -> Any:
     return model
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("built", [own_logits, own_positions])
 def test_other_networks_are_decoded_by_transformers(built: Any, caplog: pytest.LogCaptureFixture) -> None:
     adapter = Seq2SeqAdapter(built(), pad_token_id=PAD)

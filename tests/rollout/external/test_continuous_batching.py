@@ -114,7 +114,7 @@ def test_the_cache_follows_plan_and_budget(
     assert all(row.finished or len(row.ids) == 12 for row in rows)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "seen"),
     [

@@ -145,7 +145,7 @@ def adapters() -> Callable[[str], CausalLMAdapter]:
     return get
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "own_cache_only", "broken_cache"])
 def test_tokens_are_those_of_rows_alone_in_any_wave(adapters: Callable[[str], CausalLMAdapter], kind: str) -> None:
     adapter = adapters(kind)
