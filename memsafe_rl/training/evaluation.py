@@ -42,7 +42,7 @@ def evaluated(
     finally:
         collector.reader.forget(kept)
     metrics = {f"{prefix}_{name}": value for name, value in values.items()}
-    metrics |= speed_metrics(prefix, started, num_samples=len(examples))
+    metrics = report.of_main(metrics | speed_metrics(prefix, started, num_samples=len(examples)))
     report.tell_log(state, metrics)
     report.fire("on_evaluate", state, metrics)
     return metrics

@@ -90,6 +90,12 @@ def work(rank: int, port: int, folder: str) -> None:
             trainer.train()
             saved = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
             found[flag, len(sharded)] = (trainer.state.global_step, saved, asking.evaluations)
+
+    def logs_its_rank(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        log_metric("rank", float(rank))
+        return [float(len(text) % 3) for text in completions]
+
+    found["evaluated"] = trainer_of(Path(folder) / "evaluated", reward_funcs=[logs_its_rank]).evaluate()
     with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
         trainer_of(Path(folder) / "end", callbacks=[Asking("")], max_steps=1).train()
     found["end"] = str(failed.value)
@@ -115,6 +121,12 @@ def test_a_model_and_its_reference_of_one_class_are_compared_apart(tmp_path: Pat
     assert [name for kind, name in told[0] if "frozen" in name] == [
         f"frozen weights of network {place} (Qwen3ForCausalLM)" for place in range(2)
     ]
+
+
+@pytest.mark.slow
+def test_ranks_choose_the_best_step_by_the_same_metrics(ranks: list[dict[Any, Any]]) -> None:
+    assert ranks[0]["evaluated"]["eval_rank"] == 0
+    assert ranks[0]["evaluated"] == ranks[1]["evaluated"]
 
 
 @pytest.mark.slow

@@ -95,9 +95,7 @@ def cublas_bytes(environment: Mapping[str, str], capability: str | None = None) 
 
 def about_cuda() -> tuple[str, ...]:
     """Says what a forecast for a card takes for granted."""
-    capability = None
-    if torch.cuda.is_available():
-        capability = "{}.{}".format(*torch.cuda.get_device_capability())
+    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
     cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
     unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
     return (

@@ -148,6 +148,10 @@ class RunLog:
         finally:
             self.pending = pending
 
+    def of_main(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Gives the main rank's metrics on all ranks, which choose the best step by them."""
+        return self._parallel.gather([metrics])[0]
+
     def begin_step(self, state: RunState) -> None:
         """Begins a step's own figures: an evaluation's rewards may have taken longer."""
         self._reward_seconds.clear()
