@@ -73,8 +73,7 @@ def page(folder: RunFolder) -> str:
     writers = (units.plain, units.percent, units.format_seconds, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
     rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
-    counted = bool(folder.run.get("counts_tensors", True))
-    figures = run_figures(folder.steps, folder.events, rollout_rows=rows, counts_tensors=counted)
+    figures = run_figures(folder.steps, folder.events, rollout_rows=rows, counts_tensors=folder.counts_tensors)
     budget, failures = figures.budget_bytes, [event for event in events if event.get("event") == "failure"]
     listed = [event for event in events if event.get("event") not in ("plan", "forecast")]
     first, *later = folder.run.get("starts") or [folder.run]
@@ -137,7 +136,7 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
 def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series]:
     """Gives a layer of each component: the process itself lowest, then from what stays to what comes and goes."""
     counted = (folder.run.get("device") or {}).get("kind", "simulated") == "simulated"
-    rest = "the rest" if folder.run.get("counts_tensors", True) else "the rest, and whatever else the process holds"
+    rest = "the rest" if folder.counts_tensors else "the rest, and whatever else the process holds"
     labels = {"process": "the process itself: Python and libraries", "other": "other" if counted else rest}
     labels |= {} if counted else {name: f"{name.replace('_', ' ')}, as planned" for name in _PLANNED}
     return [
@@ -289,8 +288,7 @@ def _forecast(folder: RunFolder) -> dict[str, Any]:
             found = [error for error in errors if error is not None]
             summary = (statistics.median(found), min(found), max(found)) if found else (None,) * 3
             sizes = map(units.bytes_or_dash, (foreseen, measured))
-            error = _error(foreseen, measured) if folder.run.get("counts_tensors", True) else None
-            shares = map(signed, (error, *summary))
+            shares = map(signed, (_error(foreseen if folder.counts_tensors else None, measured), *summary))
             rows.append((phase, *sizes, next(shares), len(found) or "-", *shares))
             lines.append(Series(phase, errors, color))
     plot = Plot("Prediction error of each step", lines, units.percent, from_zero=True)

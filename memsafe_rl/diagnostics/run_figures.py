@@ -130,6 +130,7 @@ class RunFolder:
 
     path: Path
     run: Record  # settings, device, forecast and versions; may be empty
+    counts_tensors: bool  # whether what was measured is the tensors' bytes alone
     steps: Sequence[Record]
     logs: Sequence[Record]  # evaluations and totals included
     events: Sequence[Record]
@@ -159,6 +160,7 @@ def read_run(folder: Path) -> RunFolder:
     return RunFolder(
         path=folder,
         run=run,
+        counts_tensors=bool(run.get("counts_tensors", True)),
         steps=steps,
         logs=logs,
         events=events,
