@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from threading import Event, Semaphore
 from typing import Any
 from unittest.mock import patch
 
@@ -101,19 +101,26 @@ def test_a_run_is_repeatable_and_resumes_to_the_bit(tmp_path: Path, server: Fake
 
 @pytest.mark.slow
 def test_drawing_goes_on_while_the_run_learns(tmp_path: Path, server: FakeServer) -> None:
-    seen, step = [], Learner.step
+    step, learning, answered, drawn_within = Learner.step, Event(), Semaphore(0), []
 
-    def slow(learner: Learner, state: Any) -> Any:
-        before = server.drawn
-        time.sleep(0.5)
-        seen.append(server.drawn - before)
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        if server.drawn > 8:  # the first rollout is drawn before anything is learnt
+            assert learning.wait(60)
+            answered.release()
+        return body
+
+    def waiting(learner: Learner, state: Any) -> Any:
+        learning.set()
+        ahead = 8 if len(drawn_within) < 2 else 0
+        drawn_within.append(sum(answered.acquire(timeout=60) for _ in range(ahead)))
+        learning.clear()
         return step(learner, state)
 
-    server.slow = 0.1
-    with patch.object(Learner, "step", slow):
+    server.spoil = answer
+    with patch.object(Learner, "step", waiting):
         run_on(server, tmp_path, max_steps=3).train()
-    assert min(seen[:2]) > 0
-    assert seen[2] == 0
+    assert drawn_within == [8, 8, 0]
+    assert server.drawn == 3 * 8
 
 
 @pytest.mark.slow
