@@ -41,6 +41,7 @@ from memsafe_rl.training.scorer import Context
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     KV_BLOCK_SLOTS,
+    SCORE_ELEMENTS,
     Phase,
     Ragged,
     RolloutPlan,
@@ -61,6 +62,8 @@ _STREAM_SAMPLE = 512
 """Examples of a stream that are read in search of its longest prompt."""
 _PROBED_MICRO_BATCHES = 2
 """From the second one on, the gradients of earlier ones are held too; later ones hold no more."""
+_LAST_CHUNKS = 3
+"""A whole one beside the last states of one that is whole too, and the last, which may be shorter."""
 _LEARNT = ("failure", "retry", "fallback")
 """Events of a dry run that are true of the run's memory too."""
 
@@ -529,6 +532,19 @@ class _AtTheEnd:
         """Gives everything else as the adapter does."""
         return getattr(self._adapter, name)
 
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
+        """Reads of a long prompt the first chunk and the last ones: those between hold less, and may be hundreds."""
+        adapter, chunks = cast(Any, self._adapter), cast("Sequence[slice]", ())
+        if hasattr(adapter, "chunks") and adapter.joins:
+            chunks = adapter.chunks(prompts, chunk_tokens)
+        if len(chunks) > _LAST_CHUNKS + 1:
+            geometry, read = adapter.geometry, max(chunk.stop - chunk.start for chunk in chunks)
+            scores = chunks[-1].stop * max(read * geometry.heads, geometry.kv_heads * geometry.head_dim)
+            if scores <= SCORE_ELEMENTS:  # of more, a part at a time is made, which may be larger before the end
+                chunks = [chunks[0], *chunks[-_LAST_CHUNKS:]]
+                return cast("tuple[Tensor, DecodeState]", adapter.read_chunks(prompts, chunks))
+        return self._adapter.prefill(prompts, chunk_tokens)
+
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of the widened cache."""
         drawn, slots = self._longest.completion_tokens - 2, self._longest.row_tokens - 2
@@ -546,7 +562,7 @@ class _AtTheEnd:
         if self._reads and self.stretched and self._adapter.joins:
             self._adapter.decode_step(state, tokens_B)  # makes room for all that the cache now stands for
             if self._anew:
-                self._adapter.prefill(self._anew, self._reads)
+                self.prefill(self._anew, self._reads)
             elif told:
                 self._adapter.extend(state, [torch.zeros(told, dtype=torch.int64)] * state.rows, self._reads)
         logits_BV = self._adapter.decode_step(state, tokens_B)

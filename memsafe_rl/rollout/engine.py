@@ -205,21 +205,13 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class EngineContext:
-    """What an engine is made from.
+    """What an engine is made from."""
 
-    Args:
-        name: the name it was chosen by, which its ``name`` must be.
-        adapter: the network, whose weights move from step to step.
-        config: the run's settings, to be read only.
-        total_bytes: memory of the device.
-        room: gives the bytes that the run may still take.
-    """
-
-    name: str
-    adapter: ModelAdapter
-    config: Any
-    total_bytes: int
-    room: Callable[[], int]
+    name: str  # the name it was chosen by, which its ``name`` must be
+    adapter: ModelAdapter  # the network, whose weights move from step to step
+    config: Any  # the run's settings, to be read only
+    total_bytes: int  # memory of the device
+    room: Callable[[], int]  # gives the bytes that the run may still take
 
 
 @dataclass(frozen=True)

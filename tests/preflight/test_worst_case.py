@@ -21,7 +21,7 @@ from memsafe_rl.models.language import causal_lm
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.preflight import worst_case as probe_module
 from memsafe_rl.preflight.worst_case import check_worst_case, find_longest
-from memsafe_rl.types import RolloutPlan, UpdatePlan
+from memsafe_rl.types import RolloutPlan, SamplingSettings, UpdatePlan
 from tests.parallel.test_ranks import outcome_of, run_ranks, set_up_rank
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
@@ -183,6 +183,33 @@ def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> N
     adapter.decode_step(read, torch.tensor([2, 3]))
     assert [part.shape for part in (*short.keys, *short.values)] == [part.shape for part in (*read.keys, *read.values)]
     assert short.positions[0] == read.positions[0] == width + 1
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_chunks_between_the_first_and_the_last_are_not_read_and_change_no_byte(
+    arch: str, chunk: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, shapes, forwards = [], [], []
+    read, longest = CausalLMAdapter._attend_grouped, probe_module.Longest((1,) * 50, 10, "here")
+    monkeypatch.setattr(CausalLMAdapter, "_attend_grouped", lambda *given: (forwards.append(0), read(*given))[1])
+    for wrapped in (False, True):
+        with SimulatedMemory() as memory:
+            adapter = reader = CausalLMAdapter(tiny_model(arch), pad_token_id=0)
+            adapter.in_8_bits = in_8_bits
+            if wrapped:
+                reader = probe_module._AtTheEnd(adapter, longest, SamplingSettings(10, ()))
+            memory.reset_peak()
+            before = memory.peak_bytes
+            logits_BV, state = reader.prefill([torch.arange(2, 52)], chunk)
+            assert logits_BV.isfinite().all()
+            held.append(memory.peak_bytes - before)
+            block = state.origins[0].block
+            shapes.append(([part.shape for part in block.tensors()], block.dropped, block.lengths, state.positions))
+    assert shapes[0] == shapes[1]
+    assert held[0] == held[1] > 0
+    assert len(forwards) == -(-50 // chunk) - 1 + 3
 
 
 def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,13 +300,21 @@ class SharedPrefixState:
     def replace_prompt(self, block: PromptBlock) -> None:
         """Has every row follow the only prompt of another block."""
         self.origins = (Origin(block, 0, block.lengths[0]),) * self.rows
-        self._segments = self._counts = None
+        self._segments, self._counts, self.constants = None, None, {}  # among these, what was made for the last block
 
     def stretch(self, tokens: int) -> bool:
         """Widens every row by so many tokens, with keys and values that mean nothing."""
         self.reserve(tokens)
         self.lengths, self._counts = [length + tokens for length in self.lengths], None
         return True
+
+    def stretch_prompt(self, tokens: int) -> None:
+        """Widens the only prompt by so many tokens, with keys and values that mean nothing."""
+        block, read = self.origins[0].block, []
+        for keys, values, window in zip(block.keys, block.values, self.windows, strict=True):
+            slots = tokens if window is None else min(tokens, max(1, window - 1))
+            read.append((keys[:, :, :1].expand(-1, -1, slots, -1), values[:, :, :1].expand(-1, -1, slots, -1)))
+        self.replace_prompt(longer_block(block, read, tokens, self.windows))
 
     def slots_of(self, layer: int) -> int:
         """Slots of a layer's suffixes: a window is a ring."""

@@ -179,17 +179,24 @@ class CausalLMAdapter(LanguageAdapter):
                 graph_ND, torch.zeros_like(graph_ND) if reached is None else reached.to(graph_ND.dtype)
             )
 
-    @torch.no_grad()
-    @in_its_numerics
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads prompts and fills a cache."""
+        return self.read_chunks(prompts, self.chunks(prompts, chunk_tokens))
+
+    def chunks(self, prompts: Sequence[Tensor], chunk_tokens: int | None) -> list[slice]:
+        """Gives the tokens that each forward of `prefill` reads; several prompts are read at once."""
+        length = max(int(prompt.shape[0]) for prompt in prompts)
+        if len(prompts) > 1 or chunk_tokens is None:
+            return [slice(0, length)]
+        return _chunks(length, chunk_tokens, self.inputs.images(prompts)[0])
+
+    @torch.no_grad()
+    @in_its_numerics
+    def read_chunks(self, prompts: Sequence[Tensor], chunks: Sequence[slice]) -> tuple[Tensor, DecodeState]:
+        """Reads chunks of prompts; what lies between two of them only takes its place in the cache."""
         if not self.joins:
             return PaddedState.of_prompts(self.lm, prompts, self.pad_token_id, self.device)
-        images = self.inputs.images(prompts)
-        ends = [max(int(prompt.shape[0]) for prompt in prompts)]
-        if len(prompts) == 1 and chunk_tokens is not None:
-            ends = _chunk_ends(ends[0], chunk_tokens, images[0])
-        chunk = ends[0]
+        images, chunk = self.inputs.images(prompts), chunks[0].stop
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
@@ -202,7 +209,10 @@ class CausalLMAdapter(LanguageAdapter):
         del output  # of which a copy of the last states is enough
         state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
         del cache
-        for start, end in pairwise(ends):
+        for before, after in pairwise(chunks):
+            start, end = after.start, after.stop
+            if start > before.stop:
+                state.stretch_prompt(start - before.stop)
             spans = [slice(one.start - start, one.stop - start) for one in images[0] if start <= one.start < end]
             last_PD = self._read_on(state, prompts[0][start:end], spans)
         return self._logits(last_PD), state
@@ -284,14 +294,14 @@ class CausalLMAdapter(LanguageAdapter):
         return cast(Tensor, output[0])
 
 
-def _chunk_ends(length: int, chunk: int, images: Sequence[slice]) -> list[int]:
-    """Gives where the chunks of a prompt end: before an image that a chunk would cut, behind one that is longer."""
+def _chunks(length: int, chunk: int, images: Sequence[slice]) -> list[slice]:
+    """Gives the chunks of a prompt: they end before an image that they would cut, behind one that is longer."""
     ends = [0]
     while ends[-1] < length:
         end = min(length, ends[-1] + chunk)
         cut = next((span for span in images if span.start < end < span.stop), None)
         ends.append(end if cut is None else cut.start if cut.start > ends[-1] else cut.stop)
-    return ends[1:]
+    return [slice(start, end) for start, end in pairwise(ends)]
 
 
 def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:

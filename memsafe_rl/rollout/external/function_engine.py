@@ -28,23 +28,14 @@ Row = tuple[int, int]
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """The sequences of one rollout.
+    """The sequences of one rollout."""
 
-    Args:
-        ids: token ids of each prompt.
-        rows: the sequences wanted, prompt by prompt.
-        keys: of each prompt's sequences; equal keys must draw alike.
-        settings: how tokens are drawn.
-        row_tokens: the longest prompt with a completion of full length, in tokens.
-        progress: receives counts of finished sequences; None for nobody.
-    """
-
-    ids: list[list[int]]
-    rows: list[Row]
-    keys: Sequence[Sequence[SequenceKey]]
-    settings: SamplingSettings
-    row_tokens: int
-    progress: Progress | None = None
+    ids: list[list[int]]  # token ids of each prompt
+    rows: list[Row]  # the sequences wanted, prompt by prompt
+    keys: Sequence[Sequence[SequenceKey]]  # of each prompt's sequences; equal keys must draw alike
+    settings: SamplingSettings  # how tokens are drawn
+    row_tokens: int  # the longest prompt with a completion of full length, in tokens
+    progress: Progress | None = None  # receives counts of finished sequences; None for nobody
 
     @property
     def prompts(self) -> list[list[int]]:

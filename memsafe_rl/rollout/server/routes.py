@@ -29,19 +29,12 @@ class ServerError(MemsafeError):
 
 @dataclass(frozen=True)
 class Server:
-    """A vLLM server.
+    """A vLLM server."""
 
-    Args:
-        url: its address, without a path.
-        timeout: longest wait for an answer, in seconds.
-        session: holds its connections.
-        vocab_size: how many token ids there are.
-    """
-
-    url: str
-    timeout: float
-    session: requests.Session
-    vocab_size: int
+    url: str  # its address, without a path
+    timeout: float  # longest wait for an answer, in seconds
+    session: requests.Session  # holds its connections
+    vocab_size: int  # how many token ids there are
 
     def wait(self) -> None:
         """Waits until the server is up."""

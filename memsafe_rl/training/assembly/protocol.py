@@ -21,39 +21,22 @@ from memsafe_rl.types import Completion, SamplingSettings
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What a user passes to a trainer, under the trainer's names.
+    """What a user passes to a trainer, under the trainer's names."""
 
-    Args:
-        model: a name, a folder, or a model.
-        reward_funcs: reward functions and reward models.
-        train_dataset: prompts; None where environments give them.
-        eval_dataset: prompts for evaluation, or a mapping of such.
-        processing_class: the tokenizer; None to load it with the model.
-        reward_processing_classes: tokenizers of the reward models.
-        quantization_config: of the base; None for none.
-        peft_config: of a new adapter; None for none.
-        tools: functions the model may call.
-        rollout_func: draws completions; None for the run's engine.
-        environment_factory: makes environments.
-        memory_policy: a policy, or the name of one.
-        critic: as `PPOTrainer` takes it.
-        ref_model: as `PPOTrainer` takes it.
-    """
-
-    model: Any
-    reward_funcs: Any
-    train_dataset: Any = None
-    eval_dataset: Any = None
-    processing_class: Any = None
-    reward_processing_classes: Any = None
-    quantization_config: Any = None
-    peft_config: Any = None
-    tools: Sequence[Callable[..., Any]] | None = None
-    rollout_func: Any = None
-    environment_factory: Any = None
-    memory_policy: Any = None
-    critic: Any = None
-    ref_model: Any = None
+    model: Any  # a name, a folder, or a model
+    reward_funcs: Any  # reward functions and reward models
+    train_dataset: Any = None  # prompts; None where environments give them
+    eval_dataset: Any = None  # prompts for evaluation, or a mapping of such
+    processing_class: Any = None  # the tokenizer; None to load it with the model
+    reward_processing_classes: Any = None  # tokenizers of the reward models
+    quantization_config: Any = None  # of the base; None for none
+    peft_config: Any = None  # of a new adapter; None for none
+    tools: Sequence[Callable[..., Any]] | None = None  # functions the model may call
+    rollout_func: Any = None  # draws completions; None for the run's engine
+    environment_factory: Any = None  # makes environments
+    memory_policy: Any = None  # a policy, or the name of one
+    critic: Any = None  # as `PPOTrainer` takes it
+    ref_model: Any = None  # as `PPOTrainer` takes it
 
 
 class ModelFactory(ABC):
