@@ -177,6 +177,7 @@ def partly(tmp_path: Path, **settings: Any) -> GRPOTrainer:
     return make_trainer(tmp_path, **{**given, **settings})
 
 
+@pytest.mark.slow
 def test_pieces_are_the_tokens_that_one_draw_gives(tmp_path: Path) -> None:
     trainer = partly(tmp_path, learning_rate=0.0)
     seen: list[OpenGroup] = []

@@ -256,6 +256,7 @@ def total(model: Any) -> float:
     return float(sum(value.double().abs().sum() for value in model.state_dict().values()))
 
 
+@pytest.mark.slow
 def test_callbacks_read_merge_and_copy_weights_that_are_away(tmp_path: Path) -> None:
     ids = torch.arange(15).reshape(3, 5)
     seen: dict[int | None, list[float]] = {None: [], 0: []}

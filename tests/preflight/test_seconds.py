@@ -185,12 +185,13 @@ class TestStepSeconds:
         assert found.phases[Phase.ROLLOUT] * 1e6 == pytest.approx(waves * steps * size, rel=0.1)
         assert 0 < found.phases[Phase.UPDATE] * 1e6 <= 2 * size
 
+    @pytest.mark.slow
     def test_nobody_guesses_where_the_speed_is_not_known(self, tmp_path: Path) -> None:
         found = forecast(tmp_path, None)
         assert found.step_seconds is None
         assert "estimated time" not in found.facts()
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("simulated", [True, False])
     def test_a_run_measures_its_own_device_but_no_simulated_one(self, tmp_path: Path, simulated: bool) -> None:
         tiny_model("qwen3", vocab_size=300, layers=2, hidden=64, positions=256).save_pretrained(tmp_path)

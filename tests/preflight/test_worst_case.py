@@ -134,6 +134,7 @@ def test_a_rollout_holds_most_as_its_cache_grows(tmp_path: Path) -> None:
     assert probed["rollout"] == pytest.approx(trainer.history[0]["memory/rollout_peak_bytes"], rel=0.001)
 
 
+@pytest.mark.slow
 def test_mixed_lengths_are_padded_as_in_the_run(tmp_path: Path) -> None:
     """Padded rows repeat a layer's keys and values for grouped heads, which rows of one length do not."""
     prompts = ["1" * 60, "1" * 59] * 4
@@ -251,6 +252,7 @@ class Halving(FixedPolicy):
         return self.after_oom(failed[-1], None) if failed else None
 
 
+@pytest.mark.slow
 def test_a_plan_shrinks_at_the_probe_and_not_again(tmp_path: Path) -> None:
     policy = Halving(RolloutPlan(rows_in_flight=8), UpdatePlan(micro_batch_tokens=1024))
     with SimulatedMemory() as device:

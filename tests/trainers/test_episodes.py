@@ -235,6 +235,7 @@ def test_how_episodes_are_cut_changes_no_gradient(tmp_path: Path, template: str 
     assert relative(found[1], found[0]) < 1e-10
 
 
+@pytest.mark.slow
 def test_turns_that_repeat_others_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the template that forgets, later turns repeat earlier ones; a pass too small for all walks their tree."""
     monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 16)

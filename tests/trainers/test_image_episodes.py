@@ -223,6 +223,7 @@ class Repainted(Gallery):
         return Step([{"role": "user", "content": shown}], done=len(self.said) == 3)
 
 
+@pytest.mark.slow
 def test_what_was_shown_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAINTED", str(tmp_path))
     trainer = play(tmp_path / "run", environment_factory=Repainted, max_completion_length=90)

@@ -136,6 +136,7 @@ def test_features_of_an_autocast_run_are_those_of_a_forward_under_autocast(tmp_p
     assert torch.equal(found_FD[1 : 1 + len(own_ND)], own_ND.float())
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
     found, runs = [], []
     for place, policy in enumerate((cut(40), cut(40, checkpointing=True))):

@@ -122,6 +122,7 @@ def test_a_judge_is_cancelled_when_scoring_ends_the_run(tmp_path: Path) -> None:
     assert (judge.cancelled, judge.after_scoring) == (1, [])
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_overlapped_scoring_asks_no_judge_twice(tmp_path: Path) -> None:
     asked: list[int] = []
 

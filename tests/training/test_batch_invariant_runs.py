@@ -81,7 +81,7 @@ def test_sampler_and_trainer_agree_to_the_bit_in_the_mode(
     assert not any(found) if invariant else all(found)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", [True, False])
 def test_they_agree_over_turns_whose_caches_are_kept(tmp_path: Path, invariant: bool) -> None:
     policy = FixedPolicy(RolloutPlan(rows_in_flight=3, kept_kv_bytes=2**24), UpdatePlan(micro_batch_tokens=300))

@@ -35,7 +35,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, list[float]]]:
 
 
 # In float32 four steps round the weights too; `test_no_cut_changes_the_gradient` has a single gradient.
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("name", MARKING)
 def test_no_cut_moves_a_mark_or_the_weights(

@@ -294,6 +294,7 @@ def test_an_objective_that_runs_out_of_memory_is_begun_again_and_the_others_are_
     assert failed == again != first
 
 
+@pytest.mark.slow
 def test_what_was_set_aside_goes_when_a_run_ends_in_the_midst_of_a_step(tmp_path: Path) -> None:
     gc.collect()
     with SimulatedMemory() as device:
@@ -316,7 +317,7 @@ def test_what_was_set_aside_goes_when_a_run_ends_in_the_midst_of_a_step(tmp_path
 # Peak bytes
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_each_further_objective_holds_one_more_copy_of_the_trained_gradients(tmp_path: Path, count: int) -> None:
     alone, one = most_held(tmp_path, 1)

@@ -290,7 +290,7 @@ class Run:
         return offloaded([*self.model.parameters(), *self.model.buffers()]) if self.offload else nullcontext()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_two_counters_agree_on_what_a_training_step_holds(checkpointed: bool, offload: bool) -> None:

@@ -125,6 +125,7 @@ def test_the_cache_follows_plan_and_budget(
         (KeyError("a table"), MemsafeError),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_a_failure_in_its_thread_is_raised_here(
     error: Exception, seen: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,6 +211,7 @@ def test_what_was_begun_is_gone_on_with(adapters: Callable[[str], CausalLMAdapte
     assert_alike(second, whole)
 
 
+@pytest.mark.slow
 def test_waves_keep_to_the_plan_and_hold_rows_of_one_length(adapters: Callable[[str], CausalLMAdapter]) -> None:
     adapter, shapes = adapters("own_cache_only"), []
     row_bytes = adapter.geometry.kv_bytes(7 + SETTINGS.max_new_tokens)

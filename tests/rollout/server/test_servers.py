@@ -105,6 +105,7 @@ def test_rows_come_from_all_servers_with_the_weights_of_the_step(
     assert len(list((tmp_path / "vllm_weights").iterdir())) == 1  # earlier weights are removed
 
 
+@pytest.mark.slow
 def test_rows_of_a_server_that_dies_come_from_another_or_from_the_own_engine(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_server_that_never_served_ends_the_run(tmp_path: Path, model: Any, ser
         rows_of(engine_on(tmp_path, model, servers[0], vllm_server_timeout=0.3))
 
 
+@pytest.mark.slow
 def test_a_restarted_server_is_given_the_weights_again(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
 ) -> None:
