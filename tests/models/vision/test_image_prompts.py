@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.models.language.causal_lm import CausalLMAdapter, _chunk_ends, check_head
+from memsafe_rl.models.language.causal_lm import CausalLMAdapter, _chunks, check_head
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.tower import ImagePrompt
 from memsafe_rl.types import Ragged, Trajectory
@@ -161,9 +161,9 @@ def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None, alo
 
 def test_a_chunk_cuts_no_image() -> None:
     spans = [slice(3, 7), slice(9, 19)]
-    assert _chunk_ends(20, 100, spans) == [20]
-    assert _chunk_ends(20, 5, spans) == [3, 8, 9, 19, 20]
-    assert _chunk_ends(8, 3, ()) == [3, 6, 8]
+    assert [chunk.stop for chunk in _chunks(20, 100, spans)] == [20]
+    assert [chunk.stop for chunk in _chunks(20, 5, spans)] == [3, 8, 9, 19, 20]
+    assert [chunk.stop for chunk in _chunks(8, 3, ())] == [3, 6, 8]
 
 
 def test_the_tower_reads_equal_prompts_once_and_a_group_shares_their_bytes() -> None:
