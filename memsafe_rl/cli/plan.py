@@ -295,7 +295,8 @@ def _lever(forecast: MemoryForecast, wanted: Wish) -> str:
         ideas.append((int(sum(share * parts.get(Component[part], 0) for part, share in shares.items())), text))
 
     if chosen.peft is None:
-        idea("train an adapter (--peft lora:16): no gradients or optimizer state of the base", GRADIENTS=1, OPTIMIZER=1)
+        base = "its base stays in bf16, without gradients and optimizer state, and may wait on the host"
+        idea(f"train an adapter (--peft lora:16): {base}", GRADIENTS=1, OPTIMIZER=1)
     elif chosen.quantization is None:
         idea("a base in 4 bits (--load-in-4bit)", WEIGHTS=0.7)
     if forecast.refusal is not None and parts.get(Component.WEIGHTS, 0) > forecast.budget_bytes:

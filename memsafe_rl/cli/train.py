@@ -335,4 +335,4 @@ def _saved(arm: PlanRun, found: Verification) -> str:
     if arm is found.plain:
         return "-"
     saved = found.plain.peak_bytes - arm.peak_bytes
-    return f"{format_bytes(saved)} ({saved / found.plain.peak_bytes:.0%})"
+    return f"{format_bytes(saved)} ({saved / found.plain.peak_bytes:.0%})" if saved > 0 else "nothing"

@@ -79,15 +79,19 @@ def test_json_has_the_peak_on_top_and_what_was_found(folder: Path, monkeypatch: 
     assert "saves about" in found["lever"]
 
 
+AN_ADAPTER = (
+    "train an adapter (--peft lora:16): its base stays in bf16, without gradients and optimizer state, and may wait on "
+    "the host"
+)
+
+
 def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
     code, told, _ = plan(folder, "--gpu", "2MiB", "--max-completion-length", "64")
     assert code == 1
     assert "does not fit into 1.80 MiB" in told
     assert "weights" in told
     flags = " ".join(told.partition("what would need less: ")[2].split())
-    assert flags.startswith(
-        "train an adapter (--peft lora:16): no gradients or optimizer state of the base; or optimizer"
-    )
+    assert flags.startswith(f"{AN_ADAPTER}; or optimizer")
     assert "--gpu" in flags
     for python in ("peft_config", "optim='", "longest completion", "rows in flight", "allocator said"):
         assert python not in told
@@ -96,11 +100,9 @@ def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
 @pytest.mark.slow
 def test_where_the_weights_alone_are_too_large_only_fewer_of_them_are_proposed(folder: Path) -> None:
     code, told, _ = plan(folder, "--model", "Qwen/Qwen3-0.6B", "--gpu", "2GiB", "--max-completion-length", "64")
-    told = " ".join(told.partition("what would need less: ")[2].partition("on the host")[0].split())
+    told = " ".join(told.partition("what would need less: ")[2].split())
     assert code == 1
-    assert told == (
-        "train an adapter (--peft lora:16): no gradients or optimizer state of the base; or a larger card (--gpu)"
-    )
+    assert told.startswith(f"{AN_ADAPTER}; or a larger card (--gpu)")
 
 
 def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path) -> None:
