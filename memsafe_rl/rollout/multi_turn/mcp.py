@@ -213,7 +213,8 @@ def _target(server: Any, env: Mapping[str, str] | None) -> Any:
     library = _library()
     if isinstance(server, Sequence) and not isinstance(server, str):
         command, *arguments = map(str, server) if server else [""]
-        return library.StdioServerParameters(command=command, args=arguments, env=dict(env or {}))
+        texts = {name: str(value) for name, value in (env or {}).items()}
+        return library.StdioServerParameters(command=command, args=arguments, env=texts)
     if isinstance(server, Path) or (isinstance(server, str) and not server.startswith(("http://", "https://"))):
         raise refusal("mcp/target", server=str(server))
     return server

@@ -74,7 +74,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tools(script: Path) -> Iterator[MCPTools]:
     os.environ["A_SECRET"] = "hidden"
     command = [sys.executable, str(script)]
-    with MCPTools(command, env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "GRANTED": "yes"}) as found:
+    with MCPTools(command, env={"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "GRANTED": 1}) as found:
         yield found
     del os.environ["A_SECRET"]
 
@@ -104,7 +104,7 @@ def test_what_fails_becomes_the_result_and_counts_as_a_failed_call(tools: MCPToo
 
 def test_a_command_sees_what_it_is_granted_and_no_secret(tools: MCPTools) -> None:
     step = called(tools, ("environment", {"name": "A_SECRET"}), ("environment", {"name": "GRANTED"}))
-    assert [message["content"] for message in step.observation] == ["unset", "yes"]
+    assert [message["content"] for message in step.observation] == ["unset", "1"]
 
 
 def added_at_once(tools: MCPTools) -> list[Any]:
