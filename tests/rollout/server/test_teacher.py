@@ -47,7 +47,7 @@ def test_it_teaches_what_the_same_network_teaches_here(tmp_path: Path, server: F
 
 
 def test_what_fails_is_asked_for_again_and_what_is_refused_ends_the_run(tmp_path: Path, server: FakeServer) -> None:
-    server.stumbles = 5
+    server.stumbles = 4  # as often as one request is sent again: all may be its own
     taught(tmp_path / "again", teacher_model_server_url=server.url).train()
     assert server.stumbles == 0
 
