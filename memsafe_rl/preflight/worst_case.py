@@ -535,7 +535,7 @@ class _AtTheEnd:
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
         """Reads of a long prompt the first chunk and the last ones: those between hold less, and may be hundreds."""
         adapter, chunks = cast(Any, self._adapter), cast("Sequence[slice]", ())
-        if hasattr(adapter, "chunks") and adapter.joins:
+        if hasattr(adapter, "read_chunks") and adapter.joins:
             chunks = adapter.chunks(prompts, chunk_tokens)
         if len(chunks) > _LAST_CHUNKS + 1:
             geometry, read = adapter.geometry, max(chunk.stop - chunk.start for chunk in chunks)
