@@ -25,15 +25,10 @@ def room_for_weights(budget_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How many bytes a run may hold on its device.
+    """How many bytes a run may hold on its device."""
 
-    Args:
-        limit_bytes: int, bytes; None when the budget is a share.
-        share: share of the device's total memory; None when the budget is in bytes or automatic.
-    """
-
-    limit_bytes: int | None = None
-    share: float | None = None
+    limit_bytes: int | None = None  # int, bytes; None when the budget is a share
+    share: float | None = None  # share of the device's total memory; None when the budget is in bytes or automatic
 
     @classmethod
     def parse(cls, text: str | float) -> MemoryBudget:

@@ -128,8 +128,8 @@ class DryRun:
             share_tower(language_model_of(model), frozen)
             copied, room = frozen and language_model_of(frozen), room_for_weights(self._budget_bytes)
             on_host = put_on(language_model_of(model), torch.device("cpu"), room, copied)
-        if on_host:  # loaded there, they were never on the device
-            memory.empty_cache()
+        if on_host:  # loaded there, they were never on the device, nor did anything fill the gaps between them
+            memory.ledger.compact()
             memory.forget_phases()
         checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
         return self.run_model(model, frozen, memory, checked)

@@ -416,6 +416,19 @@ class TestOfACard:
         assert (on_a_cpu.reserved_bytes, on_a_cpu.reserved_peak_bytes) == ({}, None)
         assert "reserved" not in on_a_cpu.sentence()
 
+    @pytest.mark.slow
+    def test_an_adapter_fills_no_gaps_between_weights_that_were_never_on_the_card(self, tmp_path: Path) -> None:
+        """A weight of 10.6 MiB leaves room for an adapter's of 1.1 in its segment of 12, which then cannot go back."""
+        sizes = {"vocab_size": 1000, "hidden_size": 320, "intermediate_size": 17_408, "num_hidden_layers": 10}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        Qwen3Config(**sizes, **heads).save_pretrained(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path)
+        adapter = LoraConfig(r=16, target_modules=["gate_proj", "up_proj", "down_proj"])
+        forecast = on_a_card(tmp_path, settings={"memory_budget": "330MiB"}, peft_config=adapter)
+        assert forecast.fits
+        assert forecast.update_plan.resident_blocks is not None  # of 360 MiB, some waits on the host
+        assert forecast.reserved_bytes[Phase.LOAD] < 1.2 * forecast.phase_bytes[Phase.LOAD]
+
     def test_a_tight_budget_holds_reserved_bytes(self, folder: Path, on_a_gib: MemoryForecast) -> None:
         budget = 32 * 2**20
         # Live tensors would fit without another plan, what is reserved for them would not.

@@ -285,6 +285,19 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
         if self.allocator is not None:
             self.allocator.limit_bytes = capacity_bytes
 
+    def compact(self) -> None:
+        """Has the allocator's model hold what is alive as if nothing else had ever been."""
+        if self.allocator is None:
+            return
+        held = [entry for entry in self._entries.values() if entry.block is not None]
+        for entry in held:
+            self._give_back(entry.block)
+        self.allocator.empty_cache()
+        for entry in held:
+            entry.block, before = self.allocator.allocate(entry.asked), entry.size
+            entry.size = entry.block.size
+            entry.arena.add(entry.component, entry.size - before)
+
     def fail_after(self, allocations: int) -> None:
         """Chooses the next storage that is refused, from 1."""
         check_limits(None, allocations)

@@ -30,17 +30,11 @@ _FAREWELL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class AgentClient:
-    """What an agent needs to draw its turns from the model.
+    """What an agent needs to draw its turns from the model."""
 
-    Args:
-        base_url: of an endpoint in OpenAI's form, this episode's own.
-        api_key: that it asks for.
-        model: a name for the model; any other does as well.
-    """
-
-    base_url: str
-    api_key: str
-    model: str = "policy"
+    base_url: str  # of an endpoint in OpenAI's form, this episode's own
+    api_key: str  # that it asks for
+    model: str = "policy"  # a name for the model; any other does as well
 
 
 Agent = Callable[[Mapping[str, Any], AgentClient], float | Awaitable[float | None] | None]

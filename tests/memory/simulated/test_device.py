@@ -207,6 +207,23 @@ def test_the_ledger_rounds_tracks_and_follows_a_resize() -> None:
         assert ledger.peak_bytes == 512 + 4096 + 512
 
 
+def test_a_compacted_ledger_holds_what_is_alive_without_the_gaps_between() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    allocator, mib = CachingAllocator(), 2**20
+    with FakeTensorMode(), StorageLedger(allocator) as ledger:
+        large = torch.empty(42 * mib + mib // 2, dtype=torch.uint8)
+        adapter = torch.empty(mib + 2**16, dtype=torch.uint8)  # in what its segment of 44 MiB has left
+        del large
+        allocator.empty_cache()
+        assert allocator.reserved_bytes == 44 * mib
+        ledger.compact()
+        assert allocator.reserved_bytes == 20 * mib
+        assert ledger.live_bytes == allocator.allocated_bytes == adapter.nbytes
+        del adapter
+        assert ledger.live_bytes == allocator.allocated_bytes == 0
+
+
 def test_the_ledger_counts_fake_tensors() -> None:
     from torch._subclasses import FakeTensorMode
 
