@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from memsafe_rl.accounting import host_memory
+from memsafe_rl.accounting import host_memory, only_bytes_matter
 from memsafe_rl.data.prompts import Prompts, prompt_batches, prompt_of
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
@@ -41,7 +41,6 @@ from memsafe_rl.training.scorer import Context
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     KV_BLOCK_SLOTS,
-    SCORE_ELEMENTS,
     Phase,
     Ragged,
     RolloutPlan,
@@ -62,8 +61,6 @@ _STREAM_SAMPLE = 512
 """Examples of a stream that are read in search of its longest prompt."""
 _PROBED_MICRO_BATCHES = 2
 """From the second one on, the gradients of earlier ones are held too; later ones hold no more."""
-_LAST_CHUNKS = 3
-"""A whole one beside the last states of one that is whole too, and the last, which may be shorter."""
 _LEARNT = ("failure", "retry", "fallback")
 """Events of a dry run that are true of the run's memory too."""
 
@@ -533,17 +530,9 @@ class _AtTheEnd:
         return getattr(self._adapter, name)
 
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
-        """Reads of a long prompt the first chunk and the last ones: those between hold less, and may be hundreds."""
-        adapter, chunks = cast(Any, self._adapter), cast("Sequence[slice]", ())
-        if hasattr(adapter, "read_chunks") and adapter.joins:
-            chunks = adapter.chunks(prompts, chunk_tokens)
-        if len(chunks) > _LAST_CHUNKS + 1:
-            geometry, read = adapter.geometry, max(chunk.stop - chunk.start for chunk in chunks)
-            scores = chunks[-1].stop * max(read * geometry.heads, geometry.kv_heads * geometry.head_dim)
-            if scores <= SCORE_ELEMENTS:  # of more, a part at a time is made, which may be larger before the end
-                chunks = [chunks[0], *chunks[-_LAST_CHUNKS:]]
-                return cast("tuple[Tensor, DecodeState]", adapter.read_chunks(prompts, chunks))
-        return self._adapter.prefill(prompts, chunk_tokens)
+        """Reads of a long prompt the chunks that tell what all hold, on a real device too."""
+        with only_bytes_matter():
+            return self._adapter.prefill(prompts, chunk_tokens)
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
         """Appends one token to every row of the widened cache."""

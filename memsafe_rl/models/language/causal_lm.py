@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from memsafe_rl.accounting import claim
+from memsafe_rl.accounting import claim, worth_running
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Adapter, Context, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
@@ -43,9 +43,12 @@ from memsafe_rl.models.language.packing import PackedRows, Trunk, attending, pac
 from memsafe_rl.models.module_state import cache_name
 from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
-from memsafe_rl.types import Component, Trajectory
+from memsafe_rl.types import SCORE_ELEMENTS, Component, Trajectory
 
 logger = logging.getLogger(__name__)
+
+_LAST_CHUNKS = 3
+"""A whole one beside the last states of one that is whole too, and the last, which may be shorter."""
 
 
 class TrunkInputs(Protocol):
@@ -179,24 +182,16 @@ class CausalLMAdapter(LanguageAdapter):
                 graph_ND, torch.zeros_like(graph_ND) if reached is None else reached.to(graph_ND.dtype)
             )
 
-    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
-        """Reads prompts and fills a cache."""
-        return self.read_chunks(prompts, self.chunks(prompts, chunk_tokens))
-
-    def chunks(self, prompts: Sequence[Tensor], chunk_tokens: int | None) -> list[slice]:
-        """Gives the tokens that each forward of `prefill` reads; several prompts are read at once."""
-        length = max(int(prompt.shape[0]) for prompt in prompts)
-        if len(prompts) > 1 or chunk_tokens is None:
-            return [slice(0, length)]
-        return _chunks(length, chunk_tokens, self.inputs.images(prompts)[0])
-
     @torch.no_grad()
     @in_its_numerics
-    def read_chunks(self, prompts: Sequence[Tensor], chunks: Sequence[slice]) -> tuple[Tensor, DecodeState]:
-        """Reads chunks of prompts; what lies between two of them only takes its place in the cache."""
+    def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:
+        """Reads prompts and fills a cache; what a dry run leaves out between chunks only takes its place there."""
         if not self.joins:
             return PaddedState.of_prompts(self.lm, prompts, self.pad_token_id, self.device)
-        images, chunk = self.inputs.images(prompts), chunks[0].stop
+        images, length = self.inputs.images(prompts), max(int(prompt.shape[0]) for prompt in prompts)
+        most = length if len(prompts) > 1 or chunk_tokens is None else chunk_tokens
+        chunks = list(worth_running(_chunks(length, most, images[0]), self._telling_chunks))
+        chunk = chunks[0].stop
         ids_PL = pad_sequence([prompt[:chunk] for prompt in prompts], True, self.pad_token_id)
         lengths = [min(int(prompt.shape[0]), chunk) for prompt in prompts]
         windows = self.geometry.windows
@@ -216,6 +211,13 @@ class CausalLMAdapter(LanguageAdapter):
             spans = [slice(one.start - start, one.stop - start) for one in images[0] if start <= one.start < end]
             last_PD = self._read_on(state, prompts[0][start:end], spans)
         return self._logits(last_PD), state
+
+    def _telling_chunks(self, chunks: Sequence[slice]) -> list[int]:
+        """Finds the chunks of a prompt that tell what all hold, the first apart: the last ones."""
+        geometry, read = self.geometry, max(chunk.stop - chunk.start for chunk in chunks)
+        scores = chunks[-1].stop * max(read * geometry.heads, geometry.kv_heads * geometry.head_dim)
+        most = len(chunks) if scores > SCORE_ELEMENTS else _LAST_CHUNKS  # scores made in parts may be larger before
+        return list(range(max(0, len(chunks) - most), len(chunks)))
 
     def hear_routers(self, losses: RouterLosses) -> None:
         """Has updates add losses on the routers of a mixture of experts, whose tokens count once in every row."""
