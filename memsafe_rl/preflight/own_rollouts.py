@@ -55,22 +55,30 @@ class Trial:
 
 
 def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
-    """Gives a run's rollouts in order, and one of the longest prompts where nobody can know them, or all of them."""
+    """Gives a run's rollouts in order, or some of those that may come where that depends on what is drawn.
+
+    One of the longest prompts stands for all where nobody knows others, and for those beyond the prompts looked at.
+    """
     config, source = setup.config, setup.source
-    moves_on = config.dynamic_sampling or config.partial_rollout_tokens is not None or setup.environments is not None
-    if moves_on or not longest.longest_prompts or source.prompts_per_epoch is None:
+    if not longest.longest_prompts or source.prompts_per_epoch is None or setup.environments is not None:
         return [longest]
-    count, steps = config.prompts_per_rollout, setup.planned_steps
+    moves_on = config.dynamic_sampling or config.partial_rollout_tokens is not None
+    count, most = config.prompts_per_rollout, setup.models.reader.limit
     per_rollout = 1 if config.kl_stop is not None else config.steps_per_rollout
-    wanted, known = -(-steps // per_rollout), max(1, _PROMPTS // count)
+    wanted = -(-source.prompts_per_epoch // count) if moves_on else -(-setup.planned_steps // per_rollout)
+    known = max(1, _PROMPTS // count)
     with true_numbers():
         taken = [source.take(place * count, count) for place in range(min(wanted, known))]
         read = [setup.models.reader.ids([prompt_of(example) for example in examples]) for examples in taken]
-    most = setup.models.reader.limit
     lengths = {place: tuple(min(len(ids), most or len(ids)) for ids in rows) for place, rows in enumerate(read)}
     kept = {0}.union(
         *(nlargest(_ROLLOUTS // 2, lengths, key=lambda place: size(lengths[place])) for size in (max, sum))
     )
+    if moves_on:  # any prompts can meet: the longest may be one among short ones, or none of them long
+        ordered = sorted(size for sizes in lengths.values() for size in sizes)
+        mixed = {(*ordered[: count - long], *ordered[len(ordered) - long :]) for long in (0, 1, -(-count // 2))}
+        met = sorted(mixed | {lengths[place] for place in kept})
+        return [longest, *(replace(longest.of_rollout(0, sizes), rollout=None) for sizes in met)]
     found = [longest.of_rollout(place, lengths[place]) for place in sorted(kept)]
     return found if wanted <= known else [*found, longest]
 
@@ -142,11 +150,9 @@ class _Planned:
         return max(self.steps, key=lambda step: step.sizes)
 
     def parted(self, setup: TrainingSetup) -> tuple[_Planned, _Planned]:
-        """Parts the first step from the others, which may be of its shape; a rollout that stands for all has such."""
-        config, count = setup.config, setup.planned_steps
-        if self.longest.rollout is not None:
-            count = min(config.steps_per_rollout, count)
-        others = self.steps if len(self.steps) < count else self.steps[1:]
+        """Parts the first step from the others, some of which may be of its shape."""
+        recurs = self.steps[0].step.times > 1 and setup.planned_steps > 1
+        others = self.steps if recurs else self.steps[1:]
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
 
 

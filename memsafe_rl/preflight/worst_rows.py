@@ -45,6 +45,7 @@ class Step(NamedTuple):
 
     rows: Sequence[int]  # this rank's rows of the rollout
     work: UpdateWork  # their shape
+    times: int  # how many steps have this shape
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,19 @@ def largest_slices(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int,
 
 def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:
     """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts."""
-    config, learner = setup.config, Learner(setup)
+    config, learner, cursors = setup.config, Learner(setup), list(islice(_cursors(setup, rollout), _STEPS))
     if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
         rows: Sequence[int] = range(0, config.step_rows, config.world_size)
-        return [Step(rows, learner.work(trajectory, rows))]
+        return [Step(rows, learner.work(trajectory, rows), len(cursors))]
     found: dict[object, Step] = {}
     # How many rows of a step share a prompt is chance where they are shuffled, but follows from the run's seed.
-    for cursor in islice(_cursors(setup, rollout), _STEPS):
+    for cursor in cursors:
         rows = _rows(setup, cursor)[:: config.world_size]
         work = learner.work(trajectory, rows)
         owners = Counter(zip(work.prompts or work.sources or work.row_tokens, work.row_tokens, strict=True))
-        found.setdefault(tuple(sorted((tokens, count) for (_, tokens), count in owners.items())), Step(rows, work))
+        shape = tuple(sorted((tokens, count) for (_, tokens), count in owners.items()))
+        alike = found.get(shape, Step(rows, work, 0))
+        found[shape] = alike._replace(times=alike.times + 1)
     return list(found.values())
 
 

@@ -101,7 +101,7 @@ def test_the_first_step_comes_before_an_optimizer_that_makes_its_state_in_it(fol
 
 
 def setup_of(folder: Path, lengths: tuple[int, ...] = LENGTHS, policy: Any = None, **settings: Any) -> Any:
-    config = beside.config_for(folder, memory_forecast=False, per_device_train_batch_size=12, **settings)
+    config = beside.config_for(folder, memory_forecast=False, **{"per_device_train_batch_size": 12, **settings})
     return GRPOTrainer(str(folder), beside.alternating, config, ragged(*lengths), memory_policy=policy).setup
 
 
@@ -122,11 +122,43 @@ def test_rollouts_are_as_many_as_the_steps_may_take(folder: Path, settings: dict
 
 
 def test_where_nobody_knows_the_prompts_the_longest_stand_for_all(folder: Path) -> None:
-    setup = setup_of(folder, max_steps=3, dynamic_sampling=True)
-    longest = find_longest(setup)
-    assert own_rollouts(setup, longest) == [longest]
     setup, alone = setup_of(folder, max_steps=3), Longest((1,) * 9, 4, "as given")
     assert own_rollouts(setup, alone) == [alone]
+
+
+@pytest.mark.parametrize("setting", [{"dynamic_sampling": True}, {"partial_rollout_tokens": 8}])
+def test_where_what_is_drawn_decides_prompts_of_any_lengths_may_meet(folder: Path, setting: dict[str, Any]) -> None:
+    setup = setup_of(folder, (5, 5, 70, 5, 5, 5), max_steps=1, **setting)
+    longest = find_longest(setup)
+    found = own_rollouts(setup, longest)
+    assert found[0] == longest
+    assert {tuple(sorted(one.longest_prompts)) for one in found} == {(5, 5, 70), (5, 5, 5)}
+    assert {one.rollout for one in found} == {None}
+
+
+@pytest.mark.slow
+def test_rollouts_of_short_prompts_alone_may_hold_most_where_groups_are_drawn_again(folder: Path) -> None:
+    """Behind the one long prompt a micro-batch has fewer rows, and less is held."""
+    given = {"train_dataset": ragged(*(5,) * 15, 90), "memory_policy": None, "peft_config": None}
+    rows = {"per_device_train_batch_size": 16, "max_completion_length": 24}
+    check(*beside.run(folder, given=given, alarms=False, dynamic_sampling=True, max_steps=3, **rows))
+
+
+def test_a_first_step_whose_shape_does_not_come_again_is_tried_once(folder: Path) -> None:
+    """Beside optimizer state that it makes, no step of its shape ever meets what earlier ones left."""
+    rows = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 2, "num_iterations": 2}
+    recurs = set()
+    for seed in range(4):
+        setup = setup_of(folder, max_steps=4, seed=seed, scale_rewards="none", **rows)
+        among = candidates(setup, find_longest(setup))[:1]
+        first, *others = among[0].steps
+        assert first.times + sum(one.times for one in others) == 4
+        tried, *later = worst_trials(setup, among, grows=True)
+        assert tried.steps == (first,)
+        again = any(step.rows == first.rows for one in later for step in one.steps)
+        assert not again or first.times > 1, f"seed {seed}"
+        recurs.add(first.times > 1)
+    assert recurs == {False, True}
 
 
 def test_beyond_what_is_tokenized_the_longest_prompts_stand_for_all(
@@ -172,7 +204,7 @@ def test_a_step_whose_most_completions_meet_gradients_is_expected_to_hold_most(f
     def step(**rows_of_prompt: int) -> PlannedStep:
         prompts = [int(name[1:]) for name, rows in rows_of_prompt.items() for _ in range(rows)]
         work = UpdateWork(tuple(one + 33 for one in prompts), (33,) * len(prompts), geometry, tuple(prompts))
-        return PlannedStep(Step(range(len(prompts)), work), plan)
+        return PlannedStep(Step(range(len(prompts)), work, 1), plan)
 
     meeting, alone = step(p74=5, p78=2, p60=5, p23=4), step(p60=5, p78=4, p74=3, p23=4)
     assert [len(rows) for rows in cut_work(meeting.step.work, 384, packed=True)] == [7, 9]

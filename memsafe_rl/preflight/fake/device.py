@@ -58,6 +58,9 @@ class CudaFunctions(TorchFunctionMode):
         if func is torch.autograd.backward:
             with self:  # for blocks that are recomputed; edges do not come here again, as tensors would
                 return func(tuple(map(get_gradient_edge, args[0])), *args[1:], **kwargs)
+        if func is torch.tensor and kwargs.get("device") in (None, "cpu") and isinstance(args[0], (int, float)):
+            with host_memory():  # such as an optimizer's count of a weight's steps
+                return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if (name in _IN_FLOAT32 or name in _INTO_FLOAT32) and torch.is_autocast_enabled("cpu"):
             if name in _IN_FLOAT32:

@@ -122,6 +122,17 @@ def test_whole_blocks_count_and_what_does_not_fit_is_refused() -> None:
         assert not bool((one > 1).any())
 
 
+def test_an_optimizers_counts_of_steps_are_in_host_memory_unless_it_is_fused() -> None:
+    for fused, tensors in ((False, 3), (True, 4)):
+        with fake_device(stands_for="cuda") as memory:
+            weight = torch.nn.Parameter(torch.empty(128))
+            optimizer = torch.optim.AdamW([weight], fused=fused)
+            weight.grad = torch.empty(128)
+            optimizer.step()
+            weight.grad = None
+            assert memory.live_bytes == 512 * tensors, f"fused={fused}"
+
+
 def test_a_kernels_own_temporaries_count() -> None:
     def drawn(memory: SimulatedMemory) -> int:
         values = torch.zeros(32, 90, 90)
