@@ -258,6 +258,8 @@ class DryRun:
         else:
             room = setup.adapter.geometry.room_for_prompt(completion)
             most = _ANY_PROMPT if room is None else room
+            if room is not None and (self.prompt_tokens or 0) > room:
+                raise refusal("prompt_tokens/room", tokens=self.prompt_tokens, completion=completion, room=room)
             told = {
                 "as given": self.prompt_tokens,
                 "max_prompt_length": self.config.max_prompt_length,

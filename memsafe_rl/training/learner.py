@@ -190,10 +190,7 @@ class Learner:
             return BalanceTerms(routers.losses, counts_E1)
 
     def _marks(self, trajectory: Trajectory, rows: Sequence[int], step: int) -> tuple[Marks | None, Marks | None]:
-        """Marks the most uncertain actions of a step, and those that its loss marks.
-
-        The step is scored in fixed tiles: a mark moved by rounding moves the gradient.
-        """
+        """Returns the top-entropy mask and the loss's own, scored row by row: rounding may not move what is masked."""
         setup, config, repeat = self._setup, self._config, self._repeat
         quantile, loss = config.top_entropy_quantile, self._settings.loss
         with_entropy, masks, marks = quantile < 1.0, None, None

@@ -327,6 +327,11 @@ COMMANDS: list[Case] = [
     ("plan --model model --gpu 0", "--gpu is '0'; write a card's memory"),
     ("plan --model model --gpu RTX9999", "--gpu: 'RTX9999' | RTX 4090"),
     ("plan --model model --ranks 0", "Invalid value for '--ranks' | See `memsafe-rl plan --help`"),
+    (
+        "plan --model HuggingFaceTB/SmolLM2-135M --gpu A100-80GB --prompt-tokens 99999999",
+        "prompt_tokens is 99,999,999, but beside completions of 512 tokens the model's context has room for",
+    ),
+    ("train --torch_compile maybe", "no run file 'maybe'. Give the path of a YAML file; behind a flag"),
     ("plan --model model --prompt-tokens many", "Invalid value for '--prompt-tokens'"),
     ("plan --model model --sharding zero4", "sharding is 'zero4'; write one of none"),
     ("plan --model model --load-in-4bit", "A 4-bit base cannot be trained | Set peft"),

@@ -84,6 +84,7 @@ def run(output_dir: Path, case: dict[str, Any], use_cpu: bool) -> torch.Tensor:
     trainer.train()
     devices = {weight.device.type for weight in trainer.model.parameters()}
     assert devices == {"cpu" if use_cpu else "cuda"}
+    assert trainer.setup.adapter.decodes
     return weights(trainer).cpu()
 
 

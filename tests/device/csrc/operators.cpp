@@ -3,7 +3,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_log_softmax_backward_data.h>
 #include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/_softmax_backward_data.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_strided.h>
@@ -405,6 +409,24 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at
   return to_device(at::histc(is_whole ? numbers.to(at::kDouble) : numbers, bins, least, most).to(self.scalar_type()));
 }
 
+// CUDA's softmax reads float16 and gives float32 at once; on a CPU that is a copy and another kernel.
+template <Tensor (*kernel)(const Tensor&, int64_t, bool)>
+Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
+  const c10::DeviceGuard guard(self.device());
+  count(operators(), "aten::_softmax");
+  launch("aten::_softmax", {self}, {});
+  const Tensor numbers = host_alias(self);
+  return to_device(kernel(half_to_float ? numbers.to(at::kFloat) : numbers, dim, false));
+}
+
+template <Tensor (*kernel)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
+Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType type) {
+  const c10::DeviceGuard guard(grad.device());
+  count(operators(), "aten::_softmax_backward_data");
+  launch("aten::_softmax_backward_data", {grad, output}, {});
+  return to_device(kernel(host_alias(grad), host_alias(output), dim, grad.scalar_type()).to(type));
+}
+
 // The kernel that CUDA's `scaled_dot_product_attention` takes on an Ampere card without cuDNN (`sdp_utils.cpp`).
 int64_t attention_kernel(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
                          double, bool is_causal, std::optional<double>, bool enable_gqa) {
@@ -444,6 +466,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("addmm.dtype", &addmm_dtype);
   m.impl("histc", &histc);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
+  m.impl("_softmax", &softmax<&at::_softmax>);
+  m.impl("_log_softmax", &softmax<&at::_log_softmax>);
+  m.impl("_softmax_backward_data", &softmax_backward<&at::_softmax_backward_data>);
+  m.impl("_log_softmax_backward_data", &softmax_backward<&at::_log_softmax_backward_data>);
   // CUDA's own kernels, where the dispatcher would take compositions, which hold more (or, of convolutions in three
   // dimensions, end at a kernel that is not there), before a fallback.
   for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "native_layer_norm",

@@ -136,9 +136,10 @@ def efficient(
     scores = _seen(query, key, is_causal, query.shape[-1] ** -0.5 if scale is None else scale, attn_bias)
     width = query.shape[2] if compute_log_sumexp else 0
     lse = torch.full((*query.shape[:2], _padded(width)), torch.inf, dtype=_wide(query), device=query.device)
-    lse[..., :width] = scores.logsumexp(-1)[..., :width]
+    found = scores.logsumexp(-1)[..., :width]
+    lse[..., :width] = found.where(found > -torch.inf, torch.inf)  # rows that see nothing give nothing back either
     seed, offset = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
-    return _laid(scores.softmax(-1) @ value.double(), query), lse, seed, offset
+    return _laid(torch._safe_softmax(scores, -1) @ value.double(), query), lse, seed, offset
 
 
 def efficient_backward(
