@@ -58,7 +58,7 @@ IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 
 
 def make(family: str, dtype: torch.dtype, hidden: int = 64, vocab: int = 512) -> Any:
-    """Gives a tiny random network of two layers, whose tokens have entropies like a language model's."""
+    """Returns a tiny random network of two layers, whose tokens have entropies like a language model's."""
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "vocab_size": vocab,
@@ -111,7 +111,7 @@ def adapter_of(model: Any, *, invariant: bool) -> Any:
 
 
 def prompts_of(count: int, vocab: int = 512) -> list[Tensor]:
-    """Gives random prompts of unlike length."""
+    """Returns random prompts of unlike length."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(2, vocab, (5 + 7 * place % 37,), generator=generator) for place in range(count)]
 
@@ -181,14 +181,14 @@ def score(adapter: Any, trajectory: Trajectory, tokens: int) -> Tensor:
 
 
 def narrowed(kind: torch.dtype | None) -> torch.autocast:
-    """Gives the context of a forward pass, by autocast in a type or without."""
+    """Returns the context of a forward pass, by autocast in a type or without."""
     return torch.autocast("cpu", kind, enabled=kind is not None)
 
 
 def gradient(
     adapter: Any, trajectory: Trajectory, cut: int, *, packed: bool, kind: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gives log-probs and the gradient of a loss over rows, a few of them in each micro-batch, sums in float32."""
+    """Returns log-probs and the gradient of a loss over rows, a few of them in each micro-batch, sums in float32."""
     total: dict[str, Tensor] = {}
     found, rows = [], list(range(len(trajectory)))
     for start in range(0, len(rows), cut):

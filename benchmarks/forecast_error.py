@@ -262,7 +262,7 @@ def _alternating(completions: list[str], **_: Any) -> list[float]:
 
 
 def errors_of(found: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Gives the relative error of every phase that was forecast, of the peak, and of reserved bytes.
+    """Yields the relative error of every phase that was forecast, of the peak, and of reserved bytes.
 
     Args:
         found: what `beside` gave.

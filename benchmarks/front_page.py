@@ -35,7 +35,7 @@ def results(name: str) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Gives the rows of the README's table, as Markdown."""
+    """Returns the rows of the README's table, as Markdown."""
     lines = ["| | peak above the weights | TRL 1.16 | ratio | time beside TRL |", "|---|---|---|---|---|"]
     for name, text in SETTINGS.items():
         sides = results("step")["results"][name]["sides"]
@@ -49,7 +49,7 @@ def table() -> str:
 
 
 def with_table(readme: str) -> str:
-    """Gives a README with the table that follows from the result files."""
+    """Returns a README with the table that follows from the result files."""
     return MARKER.sub(lambda found: f"{found[1]}{table()}\n{found[2]}", readme)
 
 

@@ -49,7 +49,7 @@ _IDS = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
 
 
 def qwen3(vocab: int, hidden: int, layers: int) -> PretrainedConfig:
-    """Gives the config of a Qwen3 with heads 32 wide."""
+    """Returns the config of a Qwen3 with heads 32 wide."""
     heads = hidden // 32
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
     return Qwen3Config(**sizes, num_attention_heads=heads, num_key_value_heads=heads // 2, **_QWEN3, **_IDS)
@@ -78,7 +78,7 @@ def alternating(completions: list[str], **_: Any) -> list[float]:
 
 
 def prompts_of_one_length() -> Dataset:
-    """Gives eight prompts."""
+    """Returns eight prompts."""
     return Dataset.from_dict({"prompt": [f"{index:02d}".ljust(PROMPT_TOKENS, ".") for index in range(8)]})
 
 

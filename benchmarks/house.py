@@ -51,12 +51,12 @@ Places = Iterator[tuple[int, str]]
 
 @cache
 def package() -> dict[Path, tuple[Any, ...]]:
-    """Gives the nodes of every file's syntax tree, the module first."""
+    """Returns the nodes of every file's syntax tree, the module first."""
     return {path: tuple(ast.walk(ast.parse(path.read_text()))) for path in modules(PACKAGE)}
 
 
 def last_name(node: ast.AST) -> str:
-    """Gives the last name of a dotted or subscripted expression; empty where there is none."""
+    """Returns the last name of a dotted or subscripted expression; empty where there is none."""
     node = node.value if isinstance(node, ast.Subscript) else node
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
@@ -101,23 +101,23 @@ def kind_tests(nodes: tuple[Any, ...], path: Path) -> Places:
 
 @cache
 def classes() -> dict[str, ast.ClassDef]:
-    """Gives every class of the package by name."""
+    """Returns every class of the package by name."""
     return {node.name: node for nodes in package().values() for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def bases(node: ast.ClassDef) -> list[ast.ClassDef]:
-    """Gives the classes of the package that a class derives from itself, protocols excepted."""
+    """Returns the classes of the package that a class derives from itself, protocols excepted."""
     found = [classes()[name] for base in node.bases if (name := last_name(base)) in classes() and name != node.name]
     return [base for base in found if "Protocol" not in map(last_name, base.bases)]
 
 
 def ancestors(node: ast.ClassDef) -> list[ast.ClassDef]:
-    """Gives all classes of the package that a class derives from."""
+    """Returns all classes of the package that a class derives from."""
     return [each for base in bases(node) for each in (base, *ancestors(base))]
 
 
 def methods(node: ast.ClassDef, concrete: bool = False) -> dict[str, Function]:
-    """Gives the methods written in a class by name, dunder ones excepted; if asked, only those that do something."""
+    """Returns the methods written in a class by name, dunder ones excepted; if asked, only those that do something."""
     found = [part for part in node.body if isinstance(part, Function) and not part.name.endswith("__")]
     return {part.name: part for part in found if not (concrete and _is_abstract(part))}
 

@@ -454,7 +454,7 @@ def _spread(completions: Sequence[Any], **_: Any) -> list[float]:
 
 
 def networks(layers: int | None = None) -> dict[str, Callable[..., Any]]:
-    """Gives the networks, by name.
+    """Returns the networks, by name.
 
     Args:
         layers: blocks; None for as many as the models have that they stand for.

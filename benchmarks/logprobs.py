@@ -76,7 +76,7 @@ def ours(tile: int) -> Method:
 
 
 def run_once(method: Method, model: Any, ids: Tensor) -> tuple[float, Tensor]:
-    """Gives seconds of a forward and a backward, and the log-probs."""
+    """Returns seconds of a forward and a backward, and the log-probs."""
     started = time.perf_counter()
     logprobs = method(model, ids)
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()

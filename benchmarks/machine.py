@@ -12,7 +12,7 @@ _PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 def describe_machine() -> dict[str, str]:
-    """Gives the device, the cores and the versions of what was measured.
+    """Returns the device, the cores and the versions of what was measured.
 
     Returns:
         Plain text by name, ready for a results file.

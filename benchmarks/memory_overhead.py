@@ -197,7 +197,7 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def interval(ratios: Sequence[float], resamplings: int = 2000) -> tuple[float, float]:
-    """Gives the 95 % interval of a median by resampling.
+    """Returns the 95 % interval of a median by resampling.
 
     Args:
         ratios: what was measured.

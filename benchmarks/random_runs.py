@@ -250,7 +250,7 @@ class RandomRun:
         return torch.bfloat16 if "master_weights" in self.rarer else torch.float32
 
     def network_config(self) -> PretrainedConfig:
-        """Gives the config of the run's network."""
+        """Returns the config of the run's network."""
         return {**FAMILIES, **FURTHER_FAMILIES}[self.family](self.sizes)
 
     def trainer(self, folder: Path, use_cpu: bool = True, policy: MemoryPolicy | None = None) -> Any:
@@ -285,7 +285,7 @@ class RandomRun:
         return GRPOTrainer(str(folder), alternating, GRPOConfig(out, **settings, **own), **given)
 
     def _settings(self) -> dict[str, Any]:
-        """Gives the settings that GRPO and PPO share; completions have their full length."""
+        """Returns the settings that GRPO and PPO share; completions have their full length."""
         return {
             "num_generations": self.group,
             "per_device_train_batch_size": self.prompts * self.group // (self.accumulation * self.parts),

@@ -47,7 +47,7 @@ def random_model(vocab_size: int) -> Any:
 
 
 def drawer_of(engine: str, model: Any, ends: tuple[int, ...], longest: int) -> Draw:
-    """Gives what draws a rollout with an engine.
+    """Returns what draws a rollout with an engine.
 
     Args:
         engine: its name, or "generate" for transformers' `generate`.

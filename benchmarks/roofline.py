@@ -120,7 +120,7 @@ def share_of(run: Callable[[], object], flops: float, repeats: int) -> dict[str,
 
 
 def where_time_goes(run: Callable[[], object], most: int = 8) -> dict[str, float]:
-    """Gives the shares of processor time of the operators that take most of it."""
+    """Returns the shares of processor time of the operators that take most of it."""
     with profile(activities=[ProfilerActivity.CPU]) as found:
         run()
     events = sorted(found.key_averages(), key=lambda event: -event.self_cpu_time_total)

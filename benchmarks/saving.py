@@ -143,7 +143,7 @@ def timed_run(size: str, way: str, steps: int, save_steps: int, completion: int,
 
 
 def compare(found: dict[str, Timed], saves: int) -> dict[str, float]:
-    """Gives seconds per checkpoint, by neighbouring runs, and what the background takes of writing at once."""
+    """Returns seconds per checkpoint, by neighbouring runs, and what the background takes of writing at once."""
 
     def lost(way: str) -> float:
         pairs = zip(found[way].seconds, found["not"].seconds, strict=True)

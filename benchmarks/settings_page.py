@@ -24,7 +24,7 @@ names. Names and defaults are TRL's wherever the concept is the same ([TRL's set
 
 
 def page() -> str:
-    """Gives the whole page."""
+    """Returns the whole page."""
     declared = {name: algorithm.declared for name, algorithm in ALGORITHMS.items()}
     known = {setting.name: setting for settings in declared.values() for setting in settings.values()}
     groups = dict.fromkeys(setting.group for setting in known.values())

@@ -71,15 +71,15 @@ class Reducing(MemoryPolicy):
     policy: MemoryPolicy
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Gives the default's plan."""
+        """Returns the default's plan."""
         return self.policy.before_rollout(work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Gives the default's plan, but for the moment at which gradients are added up."""
+        """Returns the default's plan, but for the moment at which gradients are added up."""
         return with_prediction(replace(self.policy.before_update(work, memory), reduce_each=self.each), work, memory)
 
     def after_oom(self, plan: Any, failure: MemoryFailure) -> Any:
-        """Gives the default's next plan."""
+        """Returns the default's next plan."""
         return self.policy.after_oom(plan, failure)
 
 

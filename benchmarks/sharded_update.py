@@ -40,7 +40,7 @@ SHAPES = {
 
 
 def config_of(shape: dict[str, Any]) -> Qwen3Config:
-    """Gives the network of a shape."""
+    """Returns the network of a shape."""
     sizes = {name: value for name, value in shape.items() if name not in ("rows", "tokens")}
     width = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "max_position_embeddings": 256}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}

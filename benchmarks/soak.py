@@ -111,7 +111,7 @@ class Bar(TrainerCallback):  # type: ignore[misc]
 
 
 def live_storages() -> list[tuple[int, int]]:
-    """Gives place and bytes of the storage of every live tensor."""
+    """Returns place and bytes of the storage of every live tensor."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     storages = [each.untyped_storage() for each in tensors if each.layout == torch.strided]
     return [(storage.data_ptr(), storage.nbytes()) for storage in storages]

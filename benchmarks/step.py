@@ -104,7 +104,7 @@ OURS: dict[str, MemoryPolicy | None] = {
 
 
 def trl_sides(rows: int) -> dict[str, dict[str, Any]]:
-    """Gives TRL's settings: the batch of its default, the fastest ones, and the leanest.
+    """Returns TRL's settings: the batch of its default, the fastest ones, and the leanest.
 
     Args:
         rows: completions of a rollout, all of which make an optimizer step.
@@ -213,7 +213,7 @@ class Reward:
         return [float(sum((7919 * int(t)) % 1009 for t in ids) % 997) / 997 for ids in completion_ids]
 
     def take(self) -> int:
-        """Gives the tokens counted since the last call."""
+        """Returns the tokens counted since the last call."""
         tokens, self.tokens = self.tokens, 0
         return tokens
 
@@ -321,7 +321,7 @@ def state_bytes(trainer: Any) -> int:
 
 
 def plan_of(trainer: Any) -> Record:
-    """Gives the plans in force, without their predictions; nothing for TRL."""
+    """Returns the plans in force, without their predictions; nothing for TRL."""
     events = getattr(trainer, "memory_events", [])
     plans = [{k: v for k, v in e.items() if k in ("kind", "plan")} for e in events if e.get("event") == "plan"]
     return {"last": plans[-2:], "events": len(events)} if plans else {}
@@ -420,7 +420,7 @@ def summary(records: Sequence[Record]) -> Record:
 
 
 def beside(entry: Record, ours: Record) -> Record:
-    """Gives our share of another side's time and bytes."""
+    """Returns our share of another side's time and bytes."""
     if "error" in entry or "error" in ours or entry is ours:
         return {}
     above = ours["peak_bytes"] - ours["state_bytes"], entry["peak_bytes"] - entry["state_bytes"]

@@ -52,7 +52,7 @@ STUDIES = (
 
 
 def of_log(folder: Path) -> dict[str, Any]:
-    """Gives what the pages tell of a log: what the critic foresaw last, and the first cosines, of ten steps each."""
+    """Returns what the pages tell of a log: what the critic foresaw last, and the first cosines, of ten steps each."""
     log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     foreseen = [record["explained_variance"] for record in log if "explained_variance" in record]
     cosines = [record[name] for record in log for name in record if name.startswith("objectives/cosine/")]

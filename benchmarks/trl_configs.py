@@ -34,7 +34,7 @@ RESULT = Path(__file__).parent / "results" / "trl_configs.json"
 
 
 def call_at(text: str, start: int) -> str:
-    """Gives the call that begins at a place, up to its closing bracket."""
+    """Returns the call that begins at a place, up to its closing bracket."""
     depth = 0
     for place in range(text.index("(", start), len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -44,7 +44,7 @@ def call_at(text: str, start: int) -> str:
 
 
 def literals(call: str) -> dict[str, Any]:
-    """Gives the arguments of a call that are literals; raises SyntaxError where it is no Python."""
+    """Returns the arguments of a call that are literals; raises SyntaxError where it is no Python."""
     node: Any = ast.parse(ELLIPSIS.sub("", call), mode="eval").body
     found = {}
     for keyword in node.keywords:
@@ -56,7 +56,7 @@ def literals(call: str) -> dict[str, Any]:
 
 
 def configurations(docs: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Gives page, kind and arguments of every configuration in the documentation."""
+    """Yields page, kind and arguments of every configuration in the documentation."""
     for page in sorted(docs.rglob("*.md")):
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             lines = ("" if line.startswith("-") else line.removeprefix("+") for line in block.split("\n"))

@@ -72,7 +72,7 @@ def row(name: str, algorithms: str, here: str) -> str:
 
 
 def arguments() -> Iterator[str]:
-    """Gives a row for each argument of TRL's trainers."""
+    """Yields a row for each argument of TRL's trainers."""
     theirs = {name: list(inspect.signature(getattr(trl, f"{name}Trainer")).parameters) for name in ALGORITHMS_OF_TRL}
     for name in dict.fromkeys(name for names in theirs.values() for name in names):
         for algorithm in ALGORITHMS_OF_TRL:
@@ -83,7 +83,7 @@ def arguments() -> Iterator[str]:
 
 
 def settings() -> Iterator[str]:
-    """Gives a row for each setting of TRL's configurations."""
+    """Yields a row for each setting of TRL's configurations."""
     configs = {name: dataclasses.fields(getattr(trl, f"{name}Config")) for name in ALGORITHMS_OF_TRL}
     theirs = {name: [field.name for field in fields] for name, fields in configs.items()}
     defaults = {name: {field.name: _default(field) for field in fields} for name, fields in configs.items()}
@@ -122,7 +122,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def page() -> str:
-    """Gives the whole page."""
+    """Returns the whole page."""
     rows = list(settings())
     refused = sum("**refused**" in line for line in rows)
     accepted = sum("accepted, changes nothing" in line for line in rows)

@@ -66,7 +66,7 @@ _FIRST_MOVED = 3500
 
 
 def own_id(place: int) -> int:
-    """Gives the stand-in's id of a token whose id in Qwen's vocabulary TRL's tests write."""
+    """Returns the stand-in's id of a token whose id in Qwen's vocabulary TRL's tests write."""
     return place if place < VOCAB else _FIRST_MOVED + sorted({*SPECIAL, *MARKS, *PIECES}).index(place)
 
 
@@ -151,7 +151,7 @@ def qwen_tokenizer(template: str, named: Mapping[str, str] | None = None) -> Pre
 
 
 def _models() -> Mapping[str, Any]:
-    """Gives what makes each network, by the hub's name of it."""
+    """Returns what makes each network, by the hub's name of it."""
     ids: dict[str, Any] = {"vocab_size": VOCAB, "pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
     one = {"num_labels": 1}
     moe = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -187,7 +187,7 @@ def _models() -> Mapping[str, Any]:
 
 
 def _models_of_images() -> Mapping[str, Any]:
-    """Gives what makes each network that reads images, by the hub's name of it."""
+    """Returns what makes each network that reads images, by the hub's name of it."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
     sizes = {**SIZES, "hidden_size": 32, "vocab_size": VOCAB, "rope_parameters": rope}
     sizes |= {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}

@@ -106,7 +106,7 @@ def _without_names_that_went(file: Path) -> None:
 
 
 def _outcomes(report: Path) -> Iterator[tuple[str, dict[str, str]]]:
-    """Gives by test its outcome ("passed", "failed" or "skipped") and the first line of the reason."""
+    """Yields by test its outcome ("passed", "failed" or "skipped") and the first line of the reason."""
     for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
         suite = next((name for name in SUITES if f"test_{name}_trainer" in case.get("classname", "")), None)
         if suite is None:
@@ -170,7 +170,7 @@ def table(results: Results, excluded: dict[str, str]) -> dict[str, dict[str, int
 def remaining(
     results: dict[str, dict[str, dict[str, str]]], excluded: dict[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Gives each test that passes on TRL alone: its name, why it is not counted if so, and what it ended with."""
+    """Yields each test that passes on TRL alone: its name, why it is not counted if so, and what it ended with."""
     for test, theirs in results["trl"].items():
         ours = results["ours"].get(test, {"outcome": "missing", "reason": ""})
         if theirs["outcome"] == "passed" and ours["outcome"] != "passed":

@@ -178,7 +178,7 @@ def take_turns(
 
 
 def median_of(records: Sequence[Record], name: str) -> float:
-    """Gives the median of one figure.
+    """Returns the median of one figure.
 
     Args:
         records: of one side.

@@ -116,7 +116,7 @@ def learn(adapter: CausalLMAdapter, trajectory: Trajectory, plan: UpdatePlan, ro
 
 
 def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, plan: UpdatePlan) -> Tensor:
-    """Gives the gradient of all rows."""
+    """Returns the gradient of all rows."""
     adapter.model.zero_grad(set_to_none=True)
     learn(adapter, trajectory, plan, range(len(trajectory)))
     return torch.cat([one.grad.flatten() for one in adapter.model.parameters() if one.grad is not None])
@@ -132,7 +132,7 @@ def peak_bytes(adapter: CausalLMAdapter, trajectory: Trajectory, plan: UpdatePla
 
 
 def needed_share(adapter: CausalLMAdapter, work: UpdateWork) -> float:
-    """Gives the products with weights that unique tokens need, beside those of all tokens, padding left out."""
+    """Returns the products with weights that unique tokens need, beside those of all tokens, padding left out."""
     sizes = {name: weight.numel() for name, weight in adapter.model.named_parameters()}
     blocks = sum(size for name, size in sizes.items() if ".layers." in name)
     head = sum(work.action_tokens) * sizes["model.embed_tokens.weight"]  # tied

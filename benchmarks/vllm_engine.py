@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def environment(folder: Path) -> Path:
-    """Gives the Python of an environment in which vLLM and this library's requirements are installed.
+    """Returns the Python of an environment in which vLLM and this library's requirements are installed.
 
     Args:
         folder: of the environment; used as it is where it is complete.

@@ -344,7 +344,7 @@ def killed(python: Path, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def paced(reward: Callable[..., list[float]], restarted: threading.Event) -> Callable[..., list[float]]:
-    """Gives a reward that waits for the restarted server after some steps, lest the run end before.
+    """Returns a reward that waits for the restarted server after some steps, lest the run end before.
 
     Args:
         reward: what pays.

@@ -337,7 +337,7 @@ def own_loss(model: Any, tokenizer: Any, views: Sequence[Sequence[tuple[str, boo
 
 
 def settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
-    """Gives the configuration: 128 episodes a step, eight a booking.
+    """Returns the configuration: 128 episodes a step, eight a booking.
 
     Args:
         output_dir: folder of the run.

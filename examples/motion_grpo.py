@@ -261,7 +261,7 @@ def prompts_of(lengths: Sequence[int]) -> list[str]:
 
 
 def settings(output_dir: Path, size: Size, seed: int, *, ppo: bool = False) -> GRPOConfig | PPOConfig:
-    """Gives the settings of the run: four motions a prompt, three passes over each rollout unless the KL ends them.
+    """Returns the settings of the run: four motions a prompt, three passes over each rollout unless the KL ends them.
 
     Args:
         output_dir: folder of the run.

@@ -98,7 +98,7 @@ def gait(speed: float, frames: int, phase: float) -> Tensor:
 
 
 def _pose(angles: dict[int, Tensor], bends: dict[int, Tensor], height_F: Tensor, swing: float) -> tuple[Tensor, Tensor]:
-    """Gives joints (F, 22, 3) around the root's place on the ground, and how far each is turned forwards (F, 22)."""
+    """Returns joints (F, 22, 3) around the root's place on the ground, and how far each is turned forwards (F, 22)."""
     joints, turns = torch.zeros(len(height_F), 22, 3), torch.zeros(len(height_F), 22)
 
     def put(joint: int, parent: int | None, across: float, up: Tensor | float, along: Tensor | float) -> None:

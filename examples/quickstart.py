@@ -161,7 +161,7 @@ def answer_loss(model: Any, tokenizer: Any, questions: Sequence[str], answers: S
 
 
 def small_settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
-    """Gives the configuration for the small model.
+    """Returns the configuration for the small model.
 
     Args:
         output_dir: folder of the run.
@@ -193,7 +193,7 @@ def small_settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
 
 
 def named_settings(output_dir: Path, seed: int, steps: int) -> GRPOConfig:
-    """Gives the configuration for a pretrained chat model.
+    """Returns the configuration for a pretrained chat model.
 
     Args:
         output_dir: folder of the run.

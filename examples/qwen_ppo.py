@@ -24,7 +24,7 @@ from memsafe_rl import PPOConfig, PPOTrainer
 
 
 def settings(output_dir: Path, seed: int, steps: int) -> PPOConfig:
-    """Gives the configuration.
+    """Returns the configuration.
 
     Args:
         output_dir: folder of the run.
@@ -57,7 +57,7 @@ def settings(output_dir: Path, seed: int, steps: int) -> PPOConfig:
 
 
 def critic_of(kind: str, parts: Parts) -> dict[str, Any]:
-    """Gives the trainer's arguments for a kind of critic.
+    """Returns the trainer's arguments for a kind of critic.
 
     Args:
         kind: "trunk", "adapter" or "model".

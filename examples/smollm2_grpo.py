@@ -61,7 +61,7 @@ def unpack_model(folder: Path) -> Path:
 
 
 def ends_of_answers(tokenizer: Any) -> list[int]:
-    """Gives the tokens that end an answer: the tokenizer's own, and a line's end.
+    """Returns the tokens that end an answer: the tokenizer's own, and a line's end.
 
     Args:
         tokenizer: of the model.
@@ -106,7 +106,7 @@ def datasets(judged: int) -> tuple[Dataset, Dataset]:
 
 
 def settings(output_dir: Path, seed: int, steps: int, ends: Sequence[int]) -> GRPOConfig:
-    """Gives the configuration: 64 completions a step, eight a question, two passes over each rollout.
+    """Returns the configuration: 64 completions a step, eight a question, two passes over each rollout.
 
     Args:
         output_dir: folder of the run.

@@ -110,7 +110,7 @@ def muddled(items: Sequence[dict[str, str]], seed: int) -> list[dict[str, str]]:
 
 
 def settings(output_dir: Path, seed: int, steps: int, merge: str) -> GRPOConfig:
-    """Gives the configuration.
+    """Returns the configuration.
 
     Args:
         output_dir: folder of the run.

@@ -46,7 +46,7 @@ class Counter(Protocol):
         """Counts what this thread allocates from now on as host memory or not, and gives the mark before."""
 
     def mark_others(self, on_host: bool) -> bool:
-        """Counts what threads without marks of their own allocate from now on as host memory or not; gives the last."""
+        """Counts what threads without marks allocate from now on as host memory or not; returns the last setting."""
 
     def claim(self, component: Component, tensors: Iterable[Tensor]) -> None:
         """Moves the bytes of counted tensors to a component; passes over others."""
@@ -140,7 +140,7 @@ def standing_for(device_type: str) -> Iterator[None]:
 
 
 def device_type_of(tensor: Tensor) -> str:
-    """Gives the type of the device that a tensor is on or stands for."""
+    """Returns the type of the device that a tensor is on or stands for."""
     own = tensor.device.type
     return _STANDS_FOR.get() or own if own == "cpu" else own
 
@@ -168,7 +168,7 @@ def _running(turns: int | None) -> Iterator[None]:
 def worth_running(
     turns: Iterable[Turn], telling: Callable[[Sequence[Turn]], list[int]] | None = None
 ) -> Iterator[Turn]:
-    """Gives the turns of a loop whose turns take bytes and give them back."""
+    """Yields the turns of a loop whose turns take bytes and give them back."""
     if _turns is None or telling is None:
         return islice(turns, _turns)
     listed = list(turns)
@@ -189,7 +189,7 @@ def weights_of(*networks: nn.Module) -> Iterator[Tensor]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Gives what this rank holds of a tensor: its part of one that FSDP2 divides, else all."""
+    """Returns what this rank holds of a tensor: its part of one that FSDP2 divides, else all."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
@@ -229,6 +229,6 @@ def _marked(value: Component | bool, *marks: str) -> Iterator[None]:
 
 
 def autocast_bytes(device: torch.device) -> int | None:
-    """Gives the width of an element under the autocast in force."""
+    """Returns the width of an element under the autocast in force."""
     kind = device.type
     return torch.get_autocast_dtype(kind).itemsize if torch.is_autocast_enabled(kind) else None

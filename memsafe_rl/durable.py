@@ -15,7 +15,7 @@ def sha256_of(path: Path) -> str:
 
 
 def contents(folder: Path) -> dict[str, dict[str, Any]]:
-    """Gives bytes and sha-256 of every file of a folder, by its name there."""
+    """Returns bytes and sha-256 of every file of a folder, by its name there."""
     return {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(folder.rglob("*"))

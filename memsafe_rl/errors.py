@@ -72,12 +72,12 @@ class MemoryBudgetError(MemsafeError, MemoryError):
 
 
 def first_line(error: BaseException) -> str:
-    """Gives the first line of an error's message; its kind where it has none."""
+    """Returns the first line of an error's message; its kind where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Gives an error's kind and the first line of its message."""
+    """Returns an error's kind and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

@@ -35,7 +35,7 @@ def loading_places_for(name: str, **given: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=2)
 def _answers(endpoint: str, now: int) -> bool:
-    """Tells whether a hub answers anything; ``now`` makes the answer one of this minute."""
+    """Returns whether a hub answers anything; ``now`` makes the answer one of this minute."""
     del now
     try:
         get_session().head(endpoint, timeout=_PATIENCE_SECONDS)

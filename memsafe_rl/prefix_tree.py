@@ -35,14 +35,14 @@ class Node:
     children: tuple[Node, ...] = ()  # what follows; none for a leaf
 
     def walk(self) -> Iterator[Node]:
-        """Gives this node and all below it, depth first."""
+        """Yields this node and all below it, depth first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
 
 def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
-    """Gives each row's place in depth-first order, and the tokens (on the host) that it shares with the one before."""
+    """Returns each row's place in depth-first order, and the tokens (on the host) shared with the one before."""
     tokens = [row.numpy() for row in rows]
     order = sorted(range(len(rows)), key=lambda row: tokens[row].astype(">i8").tobytes())
     shared = [0] * len(rows)

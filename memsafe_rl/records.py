@@ -41,11 +41,11 @@ class Lineage(NamedTuple):
     starts: tuple[tuple[int, int], ...] = ((0, 0),)  # number of a start and the step it began from, oldest first
 
     def start_of(self, step: float) -> int:
-        """Gives the start whose record of a step counts."""
+        """Returns the start whose record of a step counts."""
         return next((start for start, began in reversed(self.starts) if began < step), self.starts[0][0])
 
     def resumed(self, start: int, step: int) -> Lineage:
-        """Gives the lineage of a start that goes on from a step."""
+        """Returns the lineage of a start that goes on from a step."""
         return Lineage((*((old, began) for old, began in self.starts if began < step or began == 0), (start, step)))
 
 
@@ -164,7 +164,7 @@ class RecordLog(Sequence[Record]):
             return True
 
     def _written(self) -> _File:
-        """Gives the file, a temporary one where the log has none of its own yet."""
+        """Returns the file, a temporary one where the log has none of its own yet."""
         if self._file is None:
             self._file = _File(self._path)
         return self._file
@@ -207,7 +207,7 @@ class _File:
         self._size = os.fstat(self.descriptor).st_size
 
     def append(self, content: bytes) -> int:
-        """Writes at the end, whole or not at all; gives where."""
+        """Writes at the end, whole or not at all; returns where."""
         offset, rest = self._size, memoryview(content)
         try:
             while rest:
@@ -226,11 +226,11 @@ class _File:
         return content.partition(b"\n")[0] + b"\n"
 
     def ends_a_line(self) -> bool:
-        """Tells whether the file is empty or its last line is complete."""
+        """Returns whether the file is empty or its last line is complete."""
         return not self._size or os.pread(self.descriptor, 1, self._size - 1) == b"\n"
 
     def has_gone_from(self, path: Path) -> bool:
-        """Tells whether the file was deleted, or moved with the folder that it was in."""
+        """Returns whether the file was deleted, or moved with the folder that it was in."""
         return not os.fstat(self.descriptor).st_nlink or not path.exists()
 
 
@@ -249,7 +249,7 @@ class _Known(NamedTuple):
         return self._replace(records=self.records + (unmarked and step == self.highest))
 
     def writing(self, step: float) -> tuple[_Known, bool]:
-        """Tells whether a record that is about to be written stands in the file already."""
+        """Returns whether a record that is about to be written stands in the file already."""
         if step <= self.resumed_at or step > self.highest:
             return self, False
         if step < self.highest:
@@ -276,7 +276,7 @@ def read_lines(path: Path, run_id: str = "") -> tuple[list[Record], int]:
 
 
 def _is_of(written: str, run_id: str) -> bool:
-    """Tells whether a line is a run's; an earlier version's does not say."""
+    """Returns whether a line is a run's; an earlier version's does not say."""
     return not written or not run_id or written == run_id
 
 
@@ -300,7 +300,7 @@ def _number(value: Any) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Gives a value in a form that every reader of JSON knows; numbers of numpy and torch are numbers."""
+    """Returns a value in a form that every reader of JSON knows; numbers of numpy and torch are numbers."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -347,10 +347,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def run_id_of(run_dir: Path) -> str:
-    """Gives the id of the run whose folder this is; empty where `run.json` does not say."""
+    """Returns the id of the run whose folder this is; empty where `run.json` does not say."""
     return str((read_json(run_dir / RUN_FILE) or {}).get("run_id", ""))
 
 
 def still_ours(run_dir: Path, run_id: str) -> bool:
-    """Tells whether a run's folder was not moved or deleted and its place taken by another run."""
+    """Returns whether a run's folder was not moved or deleted and its place taken by another run."""
     return run_id_of(run_dir) in ("", run_id)

@@ -75,11 +75,11 @@ class MicroBatchGroup:
         return list(dict.fromkeys(place for batch in self.batches for place in batch.places))
 
     def to_run(self) -> Iterator[MicroBatch]:
-        """Gives the micro-batches to run: all, or in a dry run those that tell what all hold."""
+        """Yields the micro-batches to run: all, or in a dry run those that tell what all hold."""
         return self.run(lambda _: nullcontext())
 
     def run(self, reading: Callable[[MicroBatchGroup], AbstractContextManager[None]]) -> Iterator[MicroBatch]:
-        """Gives the micro-batches to run, each inside the contexts of the groups that it is in."""
+        """Yields the micro-batches to run, each inside the contexts of the groups that it is in."""
         with reading(self):
             for part in worth_running(self.parts, self.telling):
                 yield from part.run(reading) if isinstance(part, MicroBatchGroup) else (part,)
@@ -196,7 +196,7 @@ def _first_fit(pieces: Sequence[Piece], room: int) -> list[Piece]:
 
 
 def pieces_of(parts: Iterable[Piece | Walk]) -> list[Piece]:
-    """Gives passes in the order in which they are run, each with the tokens that are held for it."""
+    """Returns passes in the order in which they are run, each with the tokens that are held for it."""
     return [piece for part in parts for piece in (part.pieces if isinstance(part, Walk) else [part])]
 
 
@@ -321,14 +321,14 @@ def like_lengths(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def attention_runs(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> list[tuple[int, int]]:
-    """Gives what attention takes together, and copies: how many segments of like length, and the width of each."""
+    """Returns what attention takes together, and copies: how many segments of like length, and the width of each."""
     together = packed and bool(work.prompts)
     lengths = _segments(work, rows) if together else [max(work.row_tokens[row] for row in rows)] * len(rows)
     return [(len(run), lengths[run[0]]) for run in like_lengths(lengths)]
 
 
 def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
-    """Gives the tokens of the stretches that attention takes by themselves."""
+    """Returns the tokens of the stretches that attention takes by themselves."""
     lengths = {row: work.row_tokens[row] - 1 for row in rows}  # nothing follows the last one
     roots = grow(depth_first(work.branches, rows), lengths)
     return [node.end - node.start for root in roots for node in root.walk()]
@@ -396,7 +396,7 @@ def _even(items: Sequence[int], pieces: int) -> list[list[int]]:
 
 
 def token_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry, *, packs: bool) -> UpdateWork:
-    """Gives the shape of rows of tokens; those of a prompt may be packed, or read by an encoder, together."""
+    """Returns the shape of rows of tokens; those of a prompt may be packed, or read by an encoder, together."""
     owners = tuple(trajectory.condition_of_row[row] for row in rows)
     order = {row: (place, shared) for place, (row, shared) in enumerate(branches_of(trajectory, rows))}
     return UpdateWork(
@@ -427,7 +427,7 @@ def token_micro_batches(work: UpdateWork, tokens: int) -> list[MicroBatchGroup]:
 
 
 def _micro_batch_of(part: Piece | Walk, held: int = 0) -> MicroBatch | MicroBatchGroup:
-    """Gives what runs a piece, or a walk, whose first micro-batch counts the tokens that are run before it."""
+    """Returns what runs a piece, or a walk, whose first micro-batch counts the tokens that are run before it."""
     if isinstance(part, Piece):
         return MicroBatch(tuple(part.rows), None, packed=True, tokens=held + part.tokens)
     first, *others = part.parts
@@ -439,7 +439,7 @@ def _micro_batch_of(part: Piece | Walk, held: int = 0) -> MicroBatch | MicroBatc
 
 
 def step_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry) -> UpdateWork:
-    """Gives the shape of rows whose columns are run one by one."""
+    """Returns the shape of rows whose columns are run one by one."""
     with host_memory():
         columns = (len(trajectory.counted_columns),) * len(rows)
     return UpdateWork(columns, columns, geometry)
@@ -475,7 +475,7 @@ class Cursor:
         return self.epoch == 0 and self.step == 0
 
     def advance(self, *, steps: int, epochs: int, consumed: int, stop: bool) -> Cursor:
-        """Gives the step after this one."""
+        """Returns the step after this one."""
         if not stop and self.step + 1 < steps:
             return replace(self, step=self.step + 1)
         if not stop and self.epoch + 1 < epochs:
@@ -494,7 +494,7 @@ def permutation(size: int, *keys: int) -> list[int]:
 
 
 def prompt_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> list[int]:
-    """Gives the order of a dataset's prompts in one epoch."""
+    """Returns the order of a dataset's prompts in one epoch."""
     return permutation(size, _PROMPT_STREAM, seed, epoch) if shuffle else list(range(size))
 
 
@@ -504,6 +504,6 @@ def merge_orders(objectives: int, seed: int, step: int) -> list[list[int]]:
 
 
 def rows_of_step(cursor: Cursor, rows: int, step_rows: int, seed: int) -> list[int]:
-    """Gives the rows of one optimizer step; rows are reshuffled in every pass over a rollout."""
+    """Returns the rows of one optimizer step; rows are reshuffled in every pass over a rollout."""
     order = permutation(rows, _ROW_STREAM, seed, cursor.rollout, cursor.epoch)
     return sorted(order[cursor.step * step_rows : (cursor.step + 1) * step_rows])

@@ -136,7 +136,7 @@ def larger(family: str) -> Any:
 
 
 def tower_of(model: Any) -> list[nn.Module]:
-    """Gives the modules of a tower, that of its blocks first."""
+    """Returns the modules of a tower, that of its blocks first."""
     return [getattr(model.model, name) for name in TOWERS if hasattr(model.model, name)]
 
 
@@ -146,14 +146,14 @@ def in_tower(name: str) -> bool:
 
 
 def blocks_of(model: Any) -> Any:
-    """Gives the blocks of a tower."""
+    """Returns the blocks of a tower."""
     tower: Any = tower_of(model)[0]
     tower = getattr(tower, "vision_model", tower)
     return tower.blocks if hasattr(tower, "blocks") else tower.encoder.layers
 
 
 def never_drawn(family: str) -> list[int]:
-    """Gives the tokens that stand for images or videos."""
+    """Returns the tokens that stand for images or videos."""
     return [IMAGE] if family in (*SQUARES, TWO_WAY) else [IMAGE, VIDEO]
 
 
@@ -190,7 +190,7 @@ _processor = cache(processor)
 
 
 def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[str, Tensor]:
-    """Gives what the model's own forward reads of a row: ids as transformers' processors expand them, and pixels."""
+    """Returns what the model's own forward reads of a row: ids as transformers' processors expand them, and pixels."""
     known, shown = _processor(family), {}
     if row["images"]:
         more = {"return_row_col_info": True} if family in SQUARES else {}
@@ -208,7 +208,7 @@ def own_inputs(family: str, row: dict[str, Any], completion: list[int]) -> dict[
 
 
 def own_arguments(family: str, ids: list[int], shown: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gives the arguments of the model's own forward, for one row."""
+    """Returns the arguments of the model's own forward, for one row."""
     ids_1L = torch.tensor(ids)[None]
     name = "token_type_ids" if family == TWO_WAY else "mm_token_type_ids"
     kinds = {} if family in SQUARES else {name: (ids_1L == IMAGE).int()}
@@ -222,7 +222,7 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Gives rows with one image, with two unlike ones, and with none."""
+    """Returns rows with one image, with two unlike ones, and with none."""
     return [
         {"prompt": [{"role": "user", "content": "w1 w2"}], "images": [picture(16, 16)], "goal": 1},
         {"prompt": [{"role": "user", "content": "w3"}], "images": [picture(32, 16, 1), picture(16, 24, 2)], "goal": 2},

@@ -26,12 +26,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """Gives the fenced code blocks of one language."""
+    """Returns the fenced code blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def block_after(marker: str) -> str:
-    """Gives the README's code block that follows a marker comment."""
+    """Returns the README's code block that follows a marker comment."""
     found = re.search(rf"^<!-- {marker} -->\n```bash\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
     assert found is not None, f"README.md has no bash block right after <!-- {marker} -->"
     return found.group(1)

@@ -42,7 +42,7 @@ OPTIONAL = {
 
 
 def rank_of(room: str) -> int:
-    """Gives a room's rank, or fails with the remedy."""
+    """Returns a room's rank, or fails with the remedy."""
     for rank, rooms in enumerate(RANKS):
         if room in rooms:
             return rank
@@ -55,7 +55,7 @@ def modules(folder: Path) -> list[Path]:
 
 
 def room_of(path: Path) -> str:
-    """Gives the room of a module: the first name below the package; empty for the package's own face."""
+    """Returns the room of a module: the first name below the package; empty for the package's own face."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first in ("__init__.py", "__main__.py") else first.removesuffix(".py")
 
@@ -72,7 +72,7 @@ def imported(tree: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[ast.stmt
 
 
 def package_of(path: Path) -> tuple[str, ...]:
-    """Gives the dotted package a module lies in."""
+    """Returns the dotted package a module lies in."""
     return path.relative_to(ROOT).parent.parts
 
 

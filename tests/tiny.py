@@ -46,7 +46,7 @@ def tiny_config(
     positions: int = 256,
     window: int = 6,
 ) -> Any:
-    """Gives a transformers config; Gemma-2 and Gemma-3 mix windowed (``window`` tokens) and full attention."""
+    """Returns a transformers config; Gemma-2 and Gemma-3 mix windowed (``window`` tokens) and full attention."""
     ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "bos_token_id": None}
     if arch == "gpt2":
         return GPT2Config(

@@ -151,7 +151,7 @@ def clock() -> float:
 
 
 def real_config(name: str, size: Size) -> PretrainedConfig:
-    """Gives a network's config; of a rehearsal, the same family in small."""
+    """Returns a network's config; of a rehearsal, the same family in small."""
     config = config_for(name)
     if size.shrunk:
         small = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -170,7 +170,7 @@ def random_network(config: PretrainedConfig, size: Size) -> Any:
 
 
 def settings(folder: str, **more: Any) -> Record:
-    """Gives settings that every run has."""
+    """Returns settings that every run has."""
     return {
         "output_dir": folder,
         "save_strategy": "no",
@@ -182,12 +182,12 @@ def settings(folder: str, **more: Any) -> Record:
 
 
 def prompts(count: int, tokens: int) -> Dataset:
-    """Gives prompts of one byte a token."""
+    """Returns prompts of one byte a token."""
     return Dataset.from_dict({"prompt": [f"{index:03d}".ljust(tokens, ".") for index in range(count)]})
 
 
 def highest(trainer: Any, metric: str) -> int:
-    """Gives the highest value of a metric in any step, such as "memory/peak_bytes": phases restart the meter's peak."""
+    """Returns a metric's highest value in any step, such as "memory/peak_bytes": phases restart the meter's peak."""
     return int(max(step[metric] for step in trainer.history))
 
 

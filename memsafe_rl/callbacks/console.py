@@ -90,7 +90,7 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         self._console.print("  ".join(words), soft_wrap=self._progress is None, highlight=False, markup=False)
 
     def _speed(self, state: Any) -> list[str]:
-        """Gives tokens a second since training began, and the time left at the pace so far."""
+        """Returns tokens a second since training began, and the time left at the pace so far."""
         seconds, done = time.monotonic() - (self._began or 0.0), state.global_step - self._first_step
         if not done:  # a resumed run logs the step after which it was cut short
             return []

@@ -174,7 +174,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self._now = {**self._now, "free_bytes": self._tracker.meter.unheld_bytes()}
 
     def snapshot(self) -> dict[str, Any]:
-        """Gives the run's status in plain values."""
+        """Returns the run's status in plain values."""
         tracker, meter, live_bytes = self._tracker, self._tracker.meter, self._tracker.meter.live_bytes()
         peaks = dict(self._peaks)
         for name, peak in dict(tracker.phase_peaks).items():

@@ -39,7 +39,7 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         self.repo_id: str | None = None
 
     def open(self, private: bool | None = None) -> str:
-        """Makes the repository, and its branch, where they are not there; gives its full name."""
+        """Makes the repository, and its branch, where they are not there; returns its full name."""
         if self.repo_id is None:
             args = self._args
             name = args.hub_model_id or Path(args.output_dir).name
@@ -57,7 +57,7 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
     def push(
         self, write: Callable[[Path], Any], message: str, *, wait: bool, place: str | None = None, **more: Any
     ) -> Any:
-        """Uploads what is written into an empty folder; gives the commit, or its future where nobody waits for it."""
+        """Uploads what is written into an empty folder; returns the commit, or its future where nobody waits for it."""
         folder = Path(tempfile.mkdtemp(prefix=".push-", dir=self._args.output_dir))
         upload: Future[Any] | None = None
         try:
@@ -181,7 +181,7 @@ def _with_weights(folder: Path) -> Path:
 
 
 def _loaded(folder: Path) -> tuple[Any, Any, str]:
-    """Gives the network's config, the network, and the name of what it was trained from; unknown where empty."""
+    """Returns the network's config, the network, and the name of what it was trained from; unknown where empty."""
     if not (folder / _ADAPTER).is_file():
         config = AutoConfig.from_pretrained(folder)
         return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""

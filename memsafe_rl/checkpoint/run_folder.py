@@ -165,14 +165,14 @@ def _clean(path: Path) -> None:
 
 
 def _is_own(checkpoint: Path, folder: Path, known: Mapping[str, Any]) -> bool:
-    """Tells whether a checkpoint is one of the run whose folder this is, not another's that was copied there."""
+    """Returns whether a checkpoint is one of the run whose folder this is, not another's that was copied there."""
     run_id = read_manifest(checkpoint).mark.run_id
     lies_in = checkpoint.absolute().parent.resolve() == folder.resolve()  # a link there is the run's too
     return lies_in and (not run_id or known.get("run_id", run_id) == run_id)
 
 
 def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
-    """Gives the mark of a run that goes on in its own folder."""
+    """Returns the mark of a run that goes on in its own folder."""
     written = read_manifest(checkpoint).mark
     run_id = written.run_id or str(known.get("run_id", "")) or uuid.uuid4().hex[:8]
     started = [int(known.get("start", 0)), written.start]

@@ -225,7 +225,7 @@ def remove(path: Path) -> None:
 
 
 def owner_of(folder: Path) -> str:
-    """Gives the id of the run that wrote a checkpoint; "unknown" where it does not say so."""
+    """Returns the id of the run that wrote a checkpoint; "unknown" where it does not say so."""
     return _mark_of(folder).run_id or _UNKNOWN.run_id
 
 
@@ -312,7 +312,7 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
 
 
 def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
-    """Gives the newest checkpoint that a run can resume from, or why the newest is none."""
+    """Returns the newest checkpoint that a run can resume from, or why the newest is none."""
     why = ""
     for folder in reversed(own_checkpoints(output_dir)):
         try:
@@ -327,7 +327,7 @@ def newest_sound(output_dir: Path) -> tuple[Path | None, str]:
 
 
 def _named(folder: Path) -> Path:
-    """Gives a folder that a user named, if it is a sound checkpoint."""
+    """Returns a folder that a user named, if it is a sound checkpoint."""
     told = f"resume_from_checkpoint is {str(folder)!r}"
     refusal.when(not folder.is_dir(), "resume_from_checkpoint/folder", told=told)
     try:
@@ -341,7 +341,7 @@ def _named(folder: Path) -> Path:
 
 
 def _can_be_resumed(folder: Path) -> bool:
-    """Tells whether a checkpoint holds more than weights; compares its files with what was written."""
+    """Returns whether a checkpoint holds more than weights; compares its files with what was written."""
     manifest = read_manifest(folder)
     held = manifest.files if manifest.files is not None else {path.name for path in folder.iterdir()}
     if not {LOOP, _STATE} <= set(held):
@@ -351,18 +351,18 @@ def _can_be_resumed(folder: Path) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    """Gives the optimizer steps done in a checkpoint."""
+    """Returns the optimizer steps done in a checkpoint."""
     step = read_manifest(folder).step
     return step if step >= 0 else int(json.loads((folder / _TRAINER).read_text())["global_step"])
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
-    """Gives the folder of the checkpoint that is written after a step."""
+    """Returns the folder of the checkpoint that is written after a step."""
     return output_dir / f"{PREFIX}{step}"
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Tells whether a folder is named as checkpoints are."""
+    """Returns whether a folder is named as checkpoints are."""
     return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdigit()
 
 
@@ -379,7 +379,7 @@ def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
 
 
 def known_run(output_dir: Path) -> dict[str, Any]:
-    """Gives what `run.json` says of the folder's run; nothing where it is missing, torn or somebody else's file."""
+    """Returns what `run.json` says of the folder's run; nothing where it is missing, torn or somebody else's file."""
     known = read_json(output_dir / RUN_FILE) or {}
     kinds = {"run_id": str, "start": int, "starts": list, "files": list}
     return known if all(isinstance(known.get(name, kind()), kind) for name, kind in kinds.items()) else {}

@@ -61,7 +61,7 @@ def check_savable(tokenizer: Any) -> None:
 
 
 def saved_weights(model: Any) -> Weights:
-    """Gives the tensors that `write_weights` writes: the adapter's where there is one, else all."""
+    """Returns the tensors that `write_weights` writes: the adapter's where there is one, else all."""
     weights: Weights = model.state_dict()
     if not isinstance(model, PeftModel):
         return weights
@@ -77,7 +77,7 @@ class HostCopies:
         self._made: list[Tensor] = []
 
     def prepared(self, value: Any) -> Callable[[], None]:
-        """Gives what makes the memory for copies of nested tensors, in any thread; it holds none of the tensors."""
+        """Returns what makes the memory for copies of nested tensors, in any thread; it holds none of the tensors."""
         forms = [torch.empty_like(tensor, device="meta") for tensor in _tensors_of(value).values()]
 
         def prepare() -> None:
@@ -108,7 +108,7 @@ def _host_like(tensor: Tensor) -> Tensor:
 
 
 def _tensors_of(value: Any) -> dict[tuple[Any, ...], Tensor]:
-    """Gives the tensors in nested dicts, lists and tuples by where their values lie."""
+    """Returns the tensors in nested dicts, lists and tuples by where their values lie."""
     return {tensor_place(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
 
 
@@ -147,7 +147,7 @@ def read_critic(critic: Critic, folder: Path) -> None:
 
 
 def _saved_types(folder: Path) -> set[torch.dtype]:
-    """Gives the types of saved weights, which reading would convert without a word."""
+    """Returns the types of saved weights, which reading would convert without a word."""
     found: set[str] = set()
     for file in folder.glob("model*.safetensors"):
         with safe_open(file, "pt") as weights:

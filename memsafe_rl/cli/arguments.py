@@ -138,7 +138,7 @@ def _check_files(request: RunRequest) -> None:
 
 
 def of_a_plan(request: RunRequest, *, load_in_4bit: bool, servers: bool = False) -> RunRequest:
-    """Gives a request as `plan` takes it; refuses one without a model, or of two minds about its quantization."""
+    """Returns a request as `plan` takes it; refuses one without a model, or of two minds about its quantization."""
     refusal.when(not request.run.get("model"), "plan/model")
     refusal.when(load_in_4bit and request.run.get("quantization") not in (None, "4bit"), "plan/quantization")
     _check_files(request)

@@ -131,7 +131,7 @@ def y_ticks(low: float, high: float, *, binary: bool = False) -> list[float]:
 
 
 def _per_group(series: Sequence[Series], groups: Sequence[Any], *, stacked: bool) -> Any:
-    """Gives each group's values, `(series, groups)` float64: of its highest step, or their mean."""
+    """Returns each group's values, `(series, groups)` float64: of its highest step, or their mean."""
     values = np.array([[np.nan if value is None else value for value in one.values] for one in series], dtype=float)
     if stacked:
         values = np.nan_to_num(values)
@@ -259,7 +259,7 @@ def learning_sections(folder: RunFolder) -> list[Section]:
 
 
 def _is_zero(plot: Plot) -> bool:
-    """Tells whether a chart would show nothing but zeros."""
+    """Returns whether a chart would show nothing but zeros."""
     return bool(plot.series) and {value for one in plot.series for value in one.values} <= {0.0, None}
 
 
@@ -291,7 +291,7 @@ class _Curves:
         return Plot(chart["title"], series, _WRITERS[write], from_zero=from_zero, note=chart.get("note", ""))
 
     def unused(self) -> list[str]:
-        """Gives the metrics that no chart has drawn."""
+        """Returns the metrics that no chart has drawn."""
         return [name for name in self.names if name not in self._drawn]
 
     def one_by_one(self, names: Iterable[str]) -> tuple[list[Drawing], list[tuple[str, str]]]:

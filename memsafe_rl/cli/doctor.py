@@ -55,7 +55,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Tells whether nothing is wrong and every expectation is met."""
+        """Returns whether nothing is wrong and every expectation is met."""
         return not self.findings and all(expectation.met for expectation in self.expectations)
 
 
@@ -86,7 +86,7 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
 
 
 def _spelled(content: Mapping[Any, Any]) -> dict[str, Any]:
-    """Gives the entries of a file as facts; YAML reads an unquoted NO as false, which is undone here."""
+    """Returns the entries of a file as facts; YAML reads an unquoted NO as false, which is undone here."""
     meant = {"distributed_type": "NO", "mixed_precision": "no"}
     return {
         str(key): meant[key] if value is False and key in meant else value
@@ -186,7 +186,7 @@ def _requirements() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _torch() -> tuple[str, int]:
-    """Gives PyTorch's backend and the number of GPUs it can use."""
+    """Returns PyTorch's backend and the number of GPUs it can use."""
     try:
         torch = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -199,7 +199,7 @@ def _torch() -> tuple[str, int]:
 
 
 def facts_of(environment: Environment) -> Mapping[str, Any]:
-    """Gives the facts that `--expect` may name."""
+    """Returns the facts that `--expect` may name."""
     cards = environment.cards
     own = {
         "python": platform.python_version(),

@@ -58,7 +58,7 @@ class Sighting:
     liveness: Liveness  # whether its process still exists
 
     def count(self, name: str) -> int:
-        """Gives a number of the status; 0 where it has none."""
+        """Returns a number of the status; 0 where it has none."""
         return int(self.status.get(name) or 0)
 
     @property

@@ -242,7 +242,7 @@ class _Search:
         )
 
     def _frontier(self, job: Job, scout: Scout) -> list[tuple[int, int | None, int]]:
-        """Gives the longest completion by group size and, under an adapter, by rank."""
+        """Returns the longest completion by group size and, under an adapter, by rank."""
         groups, own = sorted({4, 8, 16, 32, job.group_size}), self.rank
         ranks: Sequence[int | None] = [None] if own is None else sorted({*_RANKS, own})
         found = []

@@ -134,7 +134,7 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
 
 
 def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series]:
-    """Gives a layer of each component: the process itself lowest, then from what stays to what comes and goes."""
+    """Returns a layer of each component: the process itself lowest, then from what stays to what comes and goes."""
     counted = (folder.run.get("device") or {}).get("kind", "simulated") == "simulated"
     rest = "the rest" if folder.counts_tensors else "the rest, and whatever else the process holds"
     labels = {"process": "the process itself: Python and libraries", "other": "other" if counted else rest}
@@ -162,7 +162,7 @@ def _phase_lines(records: Sequence[Record]) -> list[Series]:
 
 
 def _placed(events: Sequence[Record]) -> list[Record]:
-    """Gives events the number of the step they belong to; most carry the number of steps done before."""
+    """Returns events the number of the step they belong to; most carry the number of steps done before."""
 
     def done(event: Record) -> bool:
         kind = event.get("event")
@@ -199,7 +199,7 @@ def _changed_plans(events: Sequence[Record]) -> list[Record]:
 
 
 def _notable(old: Any, new: Any) -> bool:
-    """Tells whether a value differs in more than a somewhat larger or smaller size."""
+    """Returns whether a value differs in more than a somewhat larger or smaller size."""
     before, after = number(old), number(new)
     if before is None or after is None:
         return True
@@ -265,7 +265,7 @@ def plan_value(value: Any, name: str) -> str:
 
 
 def _plans(events: Sequence[Record]) -> list[tuple[str, Record, Record, list[str]]]:
-    """Gives the first and the last plan of each kind, and the fields to show."""
+    """Returns the first and the last plan of each kind, and the fields to show."""
     found = []
     for kind in ("rollout", "update"):
         plans = [event for event in events if event.get("event") == "plan" and event.get("kind") == kind]
@@ -296,7 +296,7 @@ def _forecast(folder: RunFolder) -> dict[str, Any]:
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:
-    """Gives how far a prediction lies above what was measured, as a share of that."""
+    """Returns how far a prediction lies above what was measured, as a share of that."""
     return None if predicted is None or not measured else predicted / measured - 1
 
 
@@ -329,7 +329,7 @@ def _throughput(folder: RunFolder, failures: Sequence[Record]) -> list[Drawing]:
 
 
 def _token_rates(records: Sequence[Record]) -> list[float | None]:
-    """Gives tokens a second of each rollout: those it added, over the time up to the next one."""
+    """Returns tokens a second of each rollout: those it added, over the time up to the next one."""
     rates, last, seconds = list[float | None](), 0.0, 0.0
     if records[0].get("step") != 1:
         last = number(records[0].get("num_tokens")) or 0.0
@@ -343,7 +343,7 @@ def _token_rates(records: Sequence[Record]) -> list[float | None]:
 
 
 def _completions(folder: RunFolder) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Gives the best and worst completions of the last and the first logged step: title, columns and rows."""
+    """Returns the best and worst completions of the last and the first logged step: title, columns and rows."""
     found = []
     for step in dict.fromkeys((max(folder.completions), min(folder.completions)) if folder.completions else ()):
         rows = folder.completions[step]

@@ -252,7 +252,7 @@ def show_simulation(device: SimulatedMemory, console: Console) -> None:
 
 
 def _table(device: SimulatedMemory, peaks: Mapping[Phase, Mapping[Component, int]]) -> Table:
-    """Gives each phase's passes, seconds and peak, and what held at least a hundredth of it, largest first."""
+    """Returns each phase's passes, seconds and peak, and what held at least a hundredth of it, largest first."""
     figures = (Column(title, justify="right", no_wrap=True) for title in ("times", "seconds", "peak"))
     table = Table(Column("phase", no_wrap=True), *figures, "held by", box=None, padding=(0, 2, 0, 0))
     for phase, parts in peaks.items():

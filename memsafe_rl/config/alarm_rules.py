@@ -58,7 +58,7 @@ class KLStop:
     estimator: str = "k3"  # "k3" or "k1" (Schulman 2020, "Approximating KL divergence")
 
     def exceeded(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Gives the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
+        """Returns the KL to the old model and its bound once the KL exceeds it; otherwise nothing."""
         measured = metrics[f"approx_kl/{self.estimator}_{self.unit}"]
         return {"measured": measured, "target": self.target} if measured > self.target else {}
 

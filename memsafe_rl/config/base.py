@@ -77,7 +77,7 @@ class TrainerConfig(TrainerSettings, ABC):
         self.validate()
 
     def __copy__(self) -> Self:
-        """Gives the same settings with a memory of its own of what was filled in."""
+        """Returns the same settings with a memory of its own of what was filled in."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__, _filled=dict(self._filled))
         return twin
@@ -90,7 +90,7 @@ class TrainerConfig(TrainerSettings, ABC):
 
     @abstractmethod
     def advantage_settings(self) -> dict[str, str]:
-        """Gives what `ops.advantages.estimated_advantages` reads: estimator, scale_rewards and aggregation."""
+        """Returns what `ops.advantages.estimated_advantages` reads: estimator, scale_rewards and aggregation."""
 
     @property
     @abstractmethod
@@ -120,7 +120,7 @@ class TrainerConfig(TrainerSettings, ABC):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Gives the off value of a refused setting, and the value behind another name, to scripts that ask."""
+            """Returns the off value of a refused setting, and the value behind another name, to scripts that ask."""
             if name in ALIASES:
                 return getattr(self, ALIASES[name])
             if name in REFUSED and REFUSED[name].off:
@@ -144,7 +144,7 @@ class TrainerConfig(TrainerSettings, ABC):
         return name in self._filled
 
     def on_ranks(self, ranks: int) -> Self:
-        """Gives a copy that counts as many ranks, whatever was launched."""
+        """Returns a copy that counts as many ranks, whatever was launched."""
         twin = self.__copy__()
         twin._world_size = ranks
         return twin
@@ -224,7 +224,7 @@ class TrainerConfig(TrainerSettings, ABC):
         return read_objectives(self.objectives, beta=self.beta)
 
     def merge_settings(self) -> dict[str, Any]:
-        """Gives what `ops.merging.merge_weights` reads."""
+        """Returns what `ops.merging.merge_weights` reads."""
         return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
 
     @property
@@ -281,7 +281,7 @@ class TrainerConfig(TrainerSettings, ABC):
         return read_rules(cast(dict[str, Any] | None, self.alarms), has_reference=self.has_reference)
 
     def loss_settings(self) -> LossSettings:
-        """Gives what the loss reads; what an algorithm has no setting for stays at its default."""
+        """Returns what the loss reads; what an algorithm has no setting for stays at its default."""
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         clipping: dict[str, Any] = {"epsilon_low": self.epsilon, "epsilon_high": high}
         if self.kl_in_rewards:
@@ -361,7 +361,7 @@ class TrainerConfig(TrainerSettings, ABC):
         return self.per_device_eval_batch_size
 
     def get_process_log_level(self) -> int:
-        """Gives the least level that this process logs, as `logging` counts levels."""
+        """Returns the least level that this process logs, as `logging` counts levels."""
         name = self.log_level if self.should_log else self.log_level_replica
         passive = int(transformers_logging.get_verbosity())
         return passive if name == "passive" else int(transformers_logging.get_log_levels_dict()[name])
@@ -383,7 +383,7 @@ class TrainerConfig(TrainerSettings, ABC):
     # Writing it down
 
     def to_dict(self) -> dict[str, Any]:
-        """Gives every setting as plain data; a configuration made from it is equal to this one but for secrets."""
+        """Returns every setting as plain data; a configuration made from it is equal to this one but for secrets."""
         return {name: None if one.secret else _plain(getattr(self, name)) for name, one in self.declared.items()}
 
     def to_json_string(self) -> str:
@@ -391,7 +391,7 @@ class TrainerConfig(TrainerSettings, ABC):
         return json.dumps(self.to_dict(), indent=2, default=str)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Gives every setting as a number, truth value or text, as trackers want them."""
+        """Returns every setting as a number, truth value or text, as trackers want them."""
         settings = self.to_dict() | {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
         return {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -214,7 +214,7 @@ class Setting:
     hint: Any = Any  # the field's type; `declare` sets it
 
     def field(self) -> Any:
-        """Gives the dataclass field, with what `HfArgumentParser` reads."""
+        """Returns the dataclass field, with what `HfArgumentParser` reads."""
         flags = [f"--{form}" for name in self.also for form in dict.fromkeys((name, name.replace("_", "-")))]
         # A truth value that is None by default: its bare flag means True.
         bare = {"nargs": "?", "const": True} if self.hint == (bool | None) else {}

@@ -57,7 +57,7 @@ def sampling_settings(
     tokenizer: Any = None,
     declared: Any = None,
 ) -> SamplingSettings:
-    """Gives the settings by which completions are drawn."""
+    """Returns the settings by which completions are drawn."""
     given = config.generation_kwargs or {}
     strings = stop_strings(given, declared)
     settings = SamplingSettings(
@@ -108,7 +108,7 @@ def say_what_is_left_out(declared: Any) -> None:
 
 
 def _numbers(kind: type[float], allowed: Range | None, *keys: str) -> dict[str, Reader]:
-    """Gives keys of numbers; those without a range of their own are settings as well, and have theirs."""
+    """Returns keys of numbers; those without a range of their own are settings as well, and have theirs."""
 
     def read_number(key: str, value: Any) -> Any:
         number = read(key, value, kind)

@@ -38,7 +38,7 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
         return self.loss_has_kl or self.teacher_model_name_or_path is not None
 
     def advantage_settings(self) -> dict[str, str]:
-        """Gives the part of the configuration that advantages read."""
+        """Returns the part of the configuration that advantages read."""
         return {
             "estimator": self.advantage_estimator,
             "scale_rewards": self.scale_rewards,
@@ -80,7 +80,7 @@ class RLOOConfig(RLOOSettings, TrainerConfig):
         return self.beta != 0
 
     def advantage_settings(self) -> dict[str, str]:
-        """Gives how rewards are compared before they pay for the KL."""
+        """Returns how rewards are compared before they pay for the KL."""
         return {"estimator": "rloo"}
 
     def check_algorithm(self) -> None:

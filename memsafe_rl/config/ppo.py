@@ -28,7 +28,7 @@ class PPOConfig(PPOSettings, TrainerConfig):
         return self.loss_has_kl or self.kl_coef != 0
 
     def advantage_settings(self) -> dict[str, str]:
-        """Gives how rewards are compared for the log; a row's advantages come from its actions' own."""
+        """Returns how rewards are compared for the log; a row's advantages come from its actions' own."""
         return {"estimator": "dr_grpo"}
 
     def check_algorithm(self) -> None:

@@ -27,7 +27,7 @@ class Refusal:
     taken: bool = False  # whether any value is accepted, in one line that says why it changes nothing
 
     def admits(self, value: Any) -> bool:
-        """Tells whether a value switches the setting off; values may be text, as from a command line."""
+        """Returns whether a value switches the setting off; values may be text, as from a command line."""
         return _written(value) in {_written(harmless) for harmless in self.off}
 
 

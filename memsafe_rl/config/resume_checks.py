@@ -12,7 +12,7 @@ from memsafe_rl.config.base import TrainerConfig
 
 
 def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prompts: int | None) -> dict[str, Any]:
-    """Gives everything that decides what a run computes, as plain values."""
+    """Returns everything that decides what a run computes, as plain values."""
     written = config.to_dict()
     kept = {name: written[name] for name, one in config.declared.items() if one.resume == "must agree"}
     text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=_written)

@@ -314,7 +314,7 @@ def _check_checkpointing(config: TrainerConfig) -> None:
 
 
 def _is_multiple(whole: float, part: float) -> bool:
-    """Tells whether one count of steps is a multiple of another; shares of a run only compare with shares."""
+    """Returns whether one count of steps is a multiple of another; shares of a run only compare with shares."""
     if part <= 0 or (whole < 1) != (part < 1):
         return False
     quotient = whole / part

@@ -58,7 +58,7 @@ class EnvironmentReward:
 
 
 def judge_of(environment: Any) -> Any:
-    """Gives what judges an environment's episodes."""
+    """Returns what judges an environment's episodes."""
     if isinstance(environment, Environment):
         return None if type(environment).reward is Environment.reward else environment.reward
     return getattr(environment, "get_reward", None)
@@ -73,7 +73,7 @@ class _Pool:
     used: int = 0  # of them, those that the present rollout has
 
     def take(self) -> Environment:
-        """Gives one that the present rollout does not have yet."""
+        """Returns one that the present rollout does not have yet."""
         if self.used == len(self.made):
             self.made.append(self.make())
         self.used += 1
@@ -142,7 +142,7 @@ class EnvironmentPool:
     def table(
         self, agent: AgentDraw, user: UserDraw, repeat: Repeat, *, completion_tokens: int, context_tokens: int | None
     ) -> EpisodeSettings:
-        """Gives what episodes are played with; towers read images under a guard."""
+        """Returns what episodes are played with; towers read images under a guard."""
         config = self._config
         turns = config.max_turn_length, config.max_episode_turns, config.max_tool_calling_iterations
         limits = EpisodeLimits(completion_tokens, *turns, context_tokens)
@@ -210,7 +210,7 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
 def environment_pool_for(
     config: TrainerConfig, tokenizer: Any, reader: PromptReader, tools: Any, environment_factory: Any
 ) -> EnvironmentPool | None:
-    """Gives the stage of a run that has one."""
+    """Returns the stage of a run that has one."""
     if not tools and environment_factory is None:
         return None
     return EnvironmentPool(config, tokenizer, reader, tools, environment_factory)

@@ -75,7 +75,7 @@ class ImagePromptReader(PromptReader):
         self._images = images
 
     def kept(self) -> Kept:
-        """Gives what is kept of the prompts read so far."""
+        """Returns what is kept of the prompts read so far."""
         return self._tower.table, dict(self._contexts), dict(self._own)
 
     def forget(self, kept: Kept | None = None) -> None:
@@ -88,7 +88,7 @@ class ImagePromptReader(PromptReader):
         self._tower.rehearse(prompts, around)
 
     def tensors(self) -> list[Tensor]:
-        """Gives what is kept on the device."""
+        """Returns what is kept on the device."""
         return [] if self._images is None else self._images.table.tensors()
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
@@ -118,11 +118,11 @@ class ImagePromptReader(PromptReader):
         return replace(found, ids=tuple(stored.get(place, row) for place, row in enumerate(found.ids)))
 
     def contexts(self, repeat: Repeat) -> ImageContexts:
-        """Gives what reads images in conversations that grow."""
+        """Returns what reads images in conversations that grow."""
         return GrowingContexts(self, self._text, repeat)
 
     def enter(self, ids: list[int], images: list[Any]) -> list[int]:
-        """Has the tower read a context, once for equal ones; gives what stands for its tokens."""
+        """Has the tower read a context, once for equal ones; returns what stands for its tokens."""
         key = tuple(ids), tuple(map(id, images))  # which are kept with it, so that no other gets its id
         if key not in self._contexts:
             with host_memory():
@@ -132,12 +132,12 @@ class ImagePromptReader(PromptReader):
         return self._contexts[key].stored
 
     def plain(self, ids: Sequence[int]) -> list[int]:
-        """Gives the tokens that ids stand for."""
+        """Returns the tokens that ids stand for."""
         begun = self._contexts.get(ids[0]) if ids else None
         return list(ids) if begun is None else [*begun.ids, *ids[len(begun.ids) :]]
 
     def read_in_contexts(self) -> dict[str, Any]:
-        """Gives the contexts read so far, each image once, as PNG in base 64."""
+        """Returns the contexts read so far, each image once, as PNG in base 64."""
         contexts = [one for key, one in self._contexts.items() if isinstance(key, int)]
         images = {id(image): image for one in contexts for image in one.images}
         places = {name: place for place, name in enumerate(images)}
@@ -174,7 +174,7 @@ class ImagePromptReader(PromptReader):
         return [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
 
     def own(self, image: Any) -> Any:
-        """Gives a copy of an image, one for equal pixels, which whoever showed it cannot change, and PNG files hold."""
+        """Returns a copy of an image, one for equal pixels, that its owner cannot change and a PNG file can hold."""
         found, kinds = opened(image), ("RGB", "RGBA")
         plain = "RGBA" if found.has_transparency_data else "RGB"
         found = found.convert(found.mode if found.mode in kinds else plain)
@@ -182,14 +182,14 @@ class ImagePromptReader(PromptReader):
         return self._own.setdefault(name, found)
 
     def in_parts(self, messages: Any) -> Any:
-        """Gives messages as the family's chat templates take them, images as placeholders."""
+        """Returns messages as the family's chat templates take them, images as placeholders."""
         for part in parts_in(messages):
             kind = part.get("type")
             unusable.when(kind not in ("text", "image") or part.get(kind) is None, "images/part", part=part)
         return hollow(messages, in_parts=self._family.in_parts)
 
     def _prompt(self, ids: Tensor, images: list[Any]) -> ImagePrompt:
-        """Gives a prompt as the tower reads it: with the pixels of its images, and what tells how they lie."""
+        """Returns a prompt as the tower reads it: with the pixels of its images, and what tells how they lie."""
         try:
             read = self._image_processor(images=images, return_tensors="pt")
             return ImagePrompt(ids, {name: read[name] for name in self._family.takes})
@@ -206,11 +206,11 @@ class GrowingContexts(ImageContexts):
     repeat: Repeat
 
     def received(self, messages: Sequence[Message]) -> list[Message]:
-        """Gives messages with copies of their images."""
+        """Returns messages with copies of their images."""
         return list(with_image_parts(messages, lambda part: {**part, "image": self.reader.own(part["image"])}))
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Gives messages as chat templates take them, images as placeholders."""
+        """Returns messages as chat templates take them, images as placeholders."""
         return list(copy.deepcopy(self.reader.in_parts(messages)))
 
     def tokens(self, text: str) -> list[int]:
@@ -219,7 +219,7 @@ class GrowingContexts(ImageContexts):
         return list(self.text.tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
     def plain(self, ids: Sequence[int]) -> list[int]:
-        """Gives the tokens that a context stands for."""
+        """Returns the tokens that a context stands for."""
         return self.reader.plain(ids)
 
     def entered(
@@ -240,7 +240,7 @@ def _written(image: Any) -> str:
 
 
 def filled(prompt: Any) -> Any:
-    """Gives a prompt whose images are open."""
+    """Returns a prompt whose images are open."""
     return with_image_parts(prompt, lambda part: {**part, "image": opened(part["image"])})
 
 
@@ -252,7 +252,7 @@ def opened(image: Any) -> Any:
 
 
 def size_of(image: Any) -> tuple[int, int]:
-    """Gives the height and width of an image, as `opened` takes it; of a file only the head is read."""
+    """Returns the height and width of an image, as `opened` takes it; of a file only the head is read."""
     with _open(image) as found:
         return found.height, found.width
 

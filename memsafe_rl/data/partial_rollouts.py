@@ -33,7 +33,7 @@ class OpenGroup:
     completions: tuple[Completion | None, ...]  # one a sample; None where nothing is drawn
 
     def waiting(self, limit: int) -> list[int]:
-        """Gives the samples that go on."""
+        """Returns the samples that go on."""
         return [
             sample
             for sample, drawn in enumerate(self.completions)

@@ -55,7 +55,7 @@ class PromptSource(Protocol):
         """Prompts of one pass over the dataset; None for a stream of unknown length."""
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
-        """Gives `count` examples from `position` on."""
+        """Returns `count` examples from `position` on."""
 
 
 class IndexedPrompts:
@@ -73,7 +73,7 @@ class IndexedPrompts:
         self._order: tuple[int, list[int]] = (-1, [])
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
-        """Gives `count` examples from `position` on, across epochs if need be."""
+        """Returns `count` examples from `position` on, across epochs if need be."""
         taken = []
         for index in map(self._index, range(position, position + count)):
             try:
@@ -100,7 +100,7 @@ class StreamedPrompts:
         self._position = -1
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
-        """Gives `count` examples from `position` on; the stream starts over when it ends."""
+        """Returns `count` examples from `position` on; the stream starts over when it ends."""
         if position != self._position:
             self._iterator = self._endless()
             next(islice(self._iterator, position, position), None)
@@ -141,7 +141,7 @@ class PromptReader(Protocol):
     columns: ClassVar[tuple[str, ...]] = ("prompt",)
 
     def kept(self) -> Any:
-        """Gives what is kept on the device of the prompts read so far; None where they are nothing but their ids."""
+        """Returns what is kept on the device of the prompts read so far; None where they are nothing but their ids."""
         return None
 
     def forget(self, kept: Any = None) -> None:  # noqa: ARG002
@@ -162,11 +162,11 @@ class PromptReader(Protocol):
         return
 
     def tensors(self) -> list[Tensor]:
-        """Gives the tensors of `kept`."""
+        """Returns the tensors of `kept`."""
         return []
 
     def contexts(self, repeat: Repeat) -> ImageContexts | None:  # noqa: ARG002
-        """Gives what reads images in conversations that grow; None where they are text alone.
+        """Returns what reads images in conversations that grow; None where they are text alone.
 
         Args:
             repeat: runs a function on its arguments, again where memory runs out.
@@ -177,7 +177,7 @@ class PromptReader(Protocol):
         return None
 
     def read_in_contexts(self) -> dict[str, Any] | None:
-        """Gives what `contexts` has read and ids stand for, in plain values; None where they are text alone."""
+        """Returns what `contexts` has read and ids stand for, in plain values; None where they are text alone."""
         return None
 
     def read_contexts_again(self, saved: Mapping[str, Any]) -> None:  # noqa: ARG002
@@ -200,7 +200,7 @@ class PromptReader(Protocol):
         return self(examples)
 
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Gives the tokens of prompts, without a limit; their number is what counts.
+        """Returns the tokens of prompts, without a limit; their number is what counts.
 
         Args:
             prompts: of one kind.
@@ -345,7 +345,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
 
 
 def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
-    """Gives an example's prompt."""
+    """Returns an example's prompt."""
     if "prompt" not in example:
         raise unusable("dataset/prompt", whose=whose, columns=sorted(example))
     images = images_of(example)
@@ -353,7 +353,7 @@ def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
 
 
 def prompt_batches(dataset: Any, columns: Sequence[str], size: int = _TOKENIZE_BATCH) -> Iterator[list[Any]]:
-    """Gives the prompts of a map-style dataset, several at once, or one by one where they may hold images."""
+    """Yields the prompts of a map-style dataset, several at once, or one by one where they may hold images."""
     if columns == PromptReader.columns:
         yield from (dataset[start : start + size]["prompt"] for start in range(0, len(dataset), size))
         return
@@ -395,7 +395,7 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
 
 
 def _within(lengths: Sequence[int], reader: PromptReader, overlong: str, name: str) -> list[int]:
-    """Gives the rows that are used, of prompts so long; tells what is done with those over the limit."""
+    """Returns the rows that are used, of prompts so long; tells what is done with those over the limit."""
     over = [] if reader.limit is None else [index for index, length in enumerate(lengths) if length > reader.limit]
     if not over:
         return list(range(len(lengths)))
@@ -457,7 +457,7 @@ def _check_message(place: int, turn: Mapping[str, Any]) -> None:
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:
-    """Gives the images of a row's columns, as they are stored."""
+    """Returns the images of a row's columns, as they are stored."""
     several = row.get("images")
     if several is not None:
         unusable.when(
@@ -496,7 +496,7 @@ def images_in(prompt: Any) -> Iterator[Any]:
 
 
 def hollow(prompt: Any, *, in_parts: bool = False) -> Any:
-    """Gives a prompt whose images are placeholders, as chat templates and tables show it; text as parts, too."""
+    """Returns a prompt whose images are placeholders, as chat templates and tables show it; text as parts, too."""
     if in_parts and is_chat(prompt):
         prompt = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
     return with_image_parts(prompt, lambda _: {"type": "image"})
@@ -526,7 +526,7 @@ def with_image_parts(prompt: Any, change: Callable[[dict[str, Any]], dict[str, A
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
-    """Gives a message's content as parts, each with its own keys."""
+    """Returns a message's content as parts, each with its own keys."""
     if not isinstance(content, list):
         return [] if content is None else [{"type": "text", "text": content}]
     return [{key: value for key, value in part.items() if value is not None} for part in content]

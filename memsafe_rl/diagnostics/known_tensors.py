@@ -76,7 +76,7 @@ class Configuration:
 
     @property
     def known(self) -> bool:
-        """Tells whether any size of the model is known."""
+        """Returns whether any size of the model is known."""
         return any(size is not None for size in (self.vocab, self.hidden, self.heads, self.layers))
 
 
@@ -155,12 +155,12 @@ def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[
 
 
 def _counts(span: tuple[int, int], size: int) -> range:
-    """Gives the numbers that, times a size, lie within a span."""
+    """Returns the numbers that, times a size, lie within a span."""
     return range(-(-span[0] // size), span[1] // size + 1)
 
 
 def _roundness(number: int) -> int:
-    """Gives the largest power of two that divides a number."""
+    """Returns the largest power of two that divides a number."""
     return number & -number if number else 0
 
 

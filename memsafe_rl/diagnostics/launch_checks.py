@@ -154,7 +154,7 @@ def _model_arguments(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bits(run: Mapping[str, Any]) -> str | None:
-    """Gives the bits in which the base is loaded, wherever they are set; None if unquantised."""
+    """Returns the bits in which the base is loaded, wherever they are set; None if unquantised."""
     arguments, given = _model_arguments(run), run.get("quantization")
     places = [
         place for place in (run, arguments, arguments.get("quantization_config"), given) if isinstance(place, Mapping)

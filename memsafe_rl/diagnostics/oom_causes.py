@@ -139,7 +139,7 @@ def own_process(message: OutOfMemoryMessage) -> int | None:
 
 
 def _own_bytes(message: OutOfMemoryMessage) -> int | None:
-    """Gives the driver's count for the failed process; None if that is no more than its tensors."""
+    """Returns the driver's count for the failed process; None if that is no more than its tensors."""
     own = own_process(message)
     used = message.in_use or next((size for number, size in message.processes if number == own), None)
     # In containers and under WSL the driver says 0 bytes.
@@ -185,7 +185,7 @@ def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> t
 
 
 def _special(message: OutOfMemoryMessage) -> Reason | None:
-    """Gives the reason if something other than a device's caching allocator failed."""
+    """Returns the reason if something other than a device's caching allocator failed."""
     asked, held, limit = message.requested, message.allocated, message.total
     match message.allocator:
         case Allocator.HOST:
@@ -208,7 +208,7 @@ def _special(message: OutOfMemoryMessage) -> Reason | None:
 
 
 def _count(size: Printed | None) -> float:
-    """Gives a figure in bytes; NaN, of which every comparison is false, where the message has none."""
+    """Returns a figure in bytes; NaN, of which every comparison is false, where the message has none."""
     return math.nan if size is None else size.count
 
 

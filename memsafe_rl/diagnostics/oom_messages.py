@@ -80,7 +80,7 @@ class OutOfMemoryMessage:
 
     @property
     def rounded_up(self) -> bool:
-        """Tells whether a caching allocator rounded the requested size up before printing it."""
+        """Returns whether a caching allocator rounded the requested size up before printing it."""
         return self.allocator in (Allocator.CUDA, Allocator.HIP, Allocator.XPU, Allocator.OTHER)
 
 
@@ -270,7 +270,7 @@ def _read_caching(head: re.Match[str], window: str) -> dict[str, object]:
 
 
 def _place(before: str) -> Place | None:
-    """Gives what the program was doing, by the innermost frame of the traceback that shows it."""
+    """Returns what the program was doing, by the innermost frame of the traceback that shows it."""
     begun = before.rfind("Traceback")
     frames = before[begun:] if begun >= 0 else before
     found = [(match.end(), place) for place, pattern in _PLACES.items() for match in re.finditer(pattern, frames)]

@@ -86,12 +86,12 @@ def run_figures(
 
 
 def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
-    """Gives the peaks of one step by phase."""
+    """Returns the peaks of one step by phase."""
     return by_phase(record, "_peak_bytes")
 
 
 def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
-    """Gives a count of one step's bytes by phase, such as "_reserved_bytes"."""
+    """Returns a count of one step's bytes by phase, such as "_reserved_bytes"."""
     found = {
         name.removeprefix("memory/").removesuffix(count): number(value)
         for name, value in record.items()
@@ -111,7 +111,7 @@ def known(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def number(value: Any) -> float | None:
-    """Gives a value as a number."""
+    """Returns a value as a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if abs(value) < float("inf") else None

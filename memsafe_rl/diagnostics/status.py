@@ -56,19 +56,19 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def plain_number(value: Any) -> Any:
-    """Gives numbers of numpy and torch, one or many, as Python's own, for JSON."""
+    """Returns numbers of numpy and torch, one or many, as Python's own, for JSON."""
     plain = getattr(value, "tolist", None)
     return plain() if callable(plain) else str(value)
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Gives the versions of the libraries that a result may depend on."""
+    """Returns the versions of the libraries that a result may depend on."""
     return {name: found for name in _VERSIONS_OF if (found := version_of(name)) is not None}
 
 
 def version_of(package: str) -> str | None:
-    """Gives the version of a package; None if it is not installed."""
+    """Returns the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -76,7 +76,7 @@ def version_of(package: str) -> str | None:
 
 
 def process_started(pid: int) -> float | None:
-    """Gives a process's start time, which with its number identifies it; None if it is not running."""
+    """Returns a process's start time, which with its number identifies it; None if it is not running."""
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
@@ -85,7 +85,7 @@ def process_started(pid: int) -> float | None:
 
 
 def index_folder(*, make: bool = False) -> Path | None:
-    """Gives the folder in which this user's runs register."""
+    """Returns the folder in which this user's runs register."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     folder = Path(tempfile.gettempdir()) / f"memsafe_rl-{user}"
     try:

@@ -19,7 +19,7 @@ _WEIGHTS_SHARE = 0.8
 
 
 def room_for_weights(budget_bytes: int) -> int:
-    """Gives the bytes that all weights may take at the start; a plan may bring more, or less, to the device."""
+    """Returns the bytes that all weights may take at the start; a plan may bring more, or less, to the device."""
     return int(_WEIGHTS_SHARE * budget_bytes)
 
 

@@ -123,7 +123,7 @@ class ScoringAdapter(Protocol):
         """Sizes from which bytes are counted."""
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
-        """Gives the shape of rows, as a memory policy may know it.
+        """Returns the shape of rows, as a memory policy may know it.
 
         Args:
             trajectory: the store.
@@ -206,7 +206,7 @@ class ScoringAdapter(Protocol):
         return nullcontext()
 
     def reference(self) -> AbstractContextManager[ScoringAdapter]:
-        """Gives the reference network: this one with its LoRA adapter off, or a frozen copy.
+        """Returns the reference network: this one with its LoRA adapter off, or a frozen copy.
 
         Returns:
             A context; what it yields may be this very adapter, so its distributions must be used inside.
@@ -239,7 +239,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
     pad_token_id: int = 0
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:
-        """Gives the shape of rows; see `ScoringAdapter.work`."""
+        """Returns the shape of rows; see `ScoringAdapter.work`."""
         return token_work(trajectory, rows, self.geometry, packs=packable and self.packs_prompts)
 
     def micro_batches(
@@ -297,7 +297,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         return
 
     def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:  # noqa: ARG002
-        """Gives what the encoder makes of prompts, to be kept; only where it `reads_alike`.
+        """Returns what the encoder makes of prompts, to be kept; only where it `reads_alike`.
 
         Args:
             prompts: P tensors (length,) int64.
@@ -376,7 +376,7 @@ class ModelAdapter(ScoringAdapter, Protocol):
         """Runs the network over stored rows, up to its output head; see `ScoringAdapter.distribution`."""
 
     def reference(self) -> AbstractContextManager[ModelAdapter]:
-        """Gives the reference network; see `ScoringAdapter.reference`."""
+        """Returns the reference network; see `ScoringAdapter.reference`."""
 
 
 @dataclass(frozen=True)

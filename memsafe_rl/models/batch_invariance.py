@@ -35,7 +35,7 @@ _CHEAP = 1.1
 
 
 def is_default(device: torch.device, dtype: torch.dtype) -> bool:
-    """Tells whether networks compute rows as if alone where nothing is set."""
+    """Returns whether networks compute rows as if alone where nothing is set."""
     cost = STEP_COST.get((device.type, str(dtype).removeprefix("torch.")))
     return cost is not None and cost < _CHEAP
 
@@ -60,7 +60,7 @@ def batch_invariant(configs: Iterable[Any]) -> Iterator[None]:
 
 
 def computed_again() -> Callable[[], Contexts]:
-    """Gives what torch's checkpointing needs to compute in a recomputation as in the forward pass now running."""
+    """Returns what torch's checkpointing needs to compute in a recomputation as in the forward pass now running."""
     configs, attending = getattr(_here, "configs", None), attention_again()
     if configs is None:
         return attending

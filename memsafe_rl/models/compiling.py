@@ -47,7 +47,7 @@ def compiling(mode: str | None) -> Iterator[None]:
 
 
 def mode_in_force() -> str | None:
-    """Gives the mode in force; operators on fake tensors, or under Python's counts, run as they are."""
+    """Returns the mode in force; operators on fake tensors, or under Python's counts, run as they are."""
     others = [mode for mode in _get_current_dispatch_mode_stack() if not mode.ignore_compile_internals()]
     return None if others else MODE.get()
 

@@ -42,7 +42,7 @@ class ValueLayer(nn.Module):
         self.bias = nn.Parameter(torch.zeros((), dtype=wide, device=device))
 
     def forward(self, hidden_MD: Tensor) -> Tensor:
-        """Gives values (M,) of hidden states (M, D), outside of any autocast."""
+        """Returns values (M,) of hidden states (M, D), outside of any autocast."""
         with torch.autocast(hidden_MD.device.type, enabled=False):
             return hidden_MD.to(self.weight.dtype) @ self.weight + self.bias
 
@@ -157,7 +157,7 @@ class OwnModel(Critic):
 
 
 def critic_of(value_model: Any) -> Any:
-    """Gives a network that classifies sequences with one number a critic's form, and any other value as it is."""
+    """Returns a network that classifies sequences with one number a critic's form, and any other value as it is."""
     score = getattr(value_model, SCORE, None)
     if not isinstance(value_model, PreTrainedModel) or not isinstance(score, nn.Linear) or score.out_features != 1:
         return value_model

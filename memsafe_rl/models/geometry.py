@@ -55,28 +55,28 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
 
 
 def decoder_config(lm: Any) -> Any:
-    """Gives the config of what draws tokens: of an encoder-decoder, the decoder's."""
+    """Returns the config of what draws tokens: of an encoder-decoder, the decoder's."""
     return lm.get_decoder().config if lm.config.is_encoder_decoder else lm.config
 
 
 def max_positions(config: Any) -> int | None:
-    """Gives the longest sequence a network accepts."""
+    """Returns the longest sequence a network accepts."""
     limit = _first(config.get_text_config(decoder=True), "max_position_embeddings", "max_seq_len", default=None)
     return None if limit is None or limit < 1 else int(limit)
 
 
 def cache_windows(config: Any) -> tuple[int | None, ...]:
-    """Gives each layer's attention window as transformers' cache sees it."""
+    """Returns each layer's attention window as transformers' cache sees it."""
     return tuple(_window(layer) for layer in DynamicCache(config=config).layers)
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...] | None:
-    """Gives each layer's window, if all layers are plain or windowed attention."""
+    """Returns each layer's window, if all layers are plain or windowed attention."""
     return cache_windows(config) if is_trimmable(DynamicCache(config=config)) else None
 
 
 def is_trimmable(cache: Any) -> bool:
-    """Tells whether slots can be cut off the front of a cache."""
+    """Returns whether slots can be cut off the front of a cache."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     return bool(cache.layers) and all(type(layer) in plain for layer in cache.layers)
 

@@ -75,7 +75,7 @@ class _Bringing:
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Gives the plain forward of the block's copy, whose weights are all where they were read."""
+        """Returns the plain forward of the block's copy, whose weights are all where they were read."""
         return copy.deepcopy(self._forward, memo)
 
 
@@ -206,7 +206,7 @@ class HostWeights:
             self._fill(following, wait=False)
 
     def _neighbour(self, index: int, *, backward: bool) -> int | None:
-        """Gives the block that is next in order, forward the first after the last, as long as nothing else is known."""
+        """Returns the next block in order, in a forward the first after the last, as long as nothing else is known."""
         order = sorted(self._away)
         place = order.index(index) + (-1 if backward else 1)
         return None if place < 0 else order[place % len(order)]
@@ -243,7 +243,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, HostWeights] = weakref.WeakKeyDicti
 
 
 def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> HostWeights:
-    """Gives what moves the weights of a network and its reference, always the same while any of them is on the host."""
+    """Returns what moves a network's and its reference's weights, always the same one while any is on the host."""
     known = _known.get(network)
     if known is None or known.has_moved_none:
         own, copies = (() if one is None else blocks_of(one) for one in (network, reference))
@@ -289,7 +289,7 @@ def _is_placed(network: Any) -> bool:
 
 
 def _copied(streamed: _Streamed, *, wait: bool) -> torch.cuda.Event | None:
-    """Copies from the host; gives the event of arrival if the copies need not be waited for now."""
+    """Copies from the host; returns the event of arrival if the copies need not be waited for now."""
     device = streamed.weights[0].device if streamed.weights else torch.device("cpu")
     if device.type != "cuda" or wait:
         streamed.copy_back()
@@ -319,7 +319,7 @@ def _host_copies(frozen: Sequence[Tensor], before: Sequence[Tensor], device: tor
 
 
 def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Tensor:
-    """Gives what a weight is on the device: itself, where it is there and its storage can be emptied, else a copy."""
+    """Returns what a weight is on the device: itself, where it is there and its storage can be emptied, else a copy."""
     storage = weight.untyped_storage()
     left = storage._cdata == waiting.untyped_storage()._cdata  # at a try that was refused
     if weight.device == device and storage.resizable() and not left:
@@ -332,7 +332,7 @@ def _emptied(weight: nn.Parameter, waiting: Tensor, device: torch.device) -> Ten
 
 
 def _frozen_weights(block: nn.Module, shared: set[int]) -> Iterator[nn.Parameter]:
-    """Gives a block's matrices that can leave: frozen, large, alone in their storage; tables, read by others, stay."""
+    """Yields a block's matrices that can leave: frozen, large, alone in their storage; tables, read by others, stay."""
     for module in block.modules():
         for weight in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
             storage = weight.untyped_storage()

@@ -188,7 +188,7 @@ def load_model(
 def load_tokenizer(
     model: str | nn.Module, processing_class: Any = None, *, trust_remote_code: bool = False, **places: Any
 ) -> Any:
-    """Gives the tokenizer, able to pad, on the left; a missing pad token becomes the eos token."""
+    """Returns the tokenizer, able to pad, on the left; a missing pad token becomes the eos token."""
     _check_kind(model)
     tokenizer = processing_class
     if tokenizer is None:
@@ -212,7 +212,7 @@ def load_tokenizer(
 
 
 def eos_token_ids(tokenizer: Any, model: nn.Module) -> tuple[int, ...]:
-    """Gives every id that ends a completion: the tokenizer's, then those the model's generation config declares."""
+    """Returns every id that ends a completion: the tokenizer's, then those the model's generation config declares."""
     declared = getattr(getattr(language_model_of(model), "generation_config", None), "eos_token_id", None)
     listed = declared if isinstance(declared, (list, tuple)) else [declared]
     ids = tuple(dict.fromkeys(int(token) for token in (tokenizer.eos_token_id, *listed) if token is not None))
@@ -295,7 +295,7 @@ def _from_name(
 
 
 def auto_class_of(config: Any) -> Any:
-    """Gives the class of transformers that makes a network from its config."""
+    """Returns the class of transformers that makes a network from its config."""
     if reads_images(config):
         return AutoModelForImageTextToText
     return AutoModelForSeq2SeqLM if is_encoder_decoder(config) else AutoModelForCausalLM
@@ -345,7 +345,7 @@ def _is_quantised(model: Any) -> bool:
 
 
 def name_of(model: str | nn.Module) -> str:
-    """Gives the name or folder that a model was loaded from, else its class."""
+    """Returns the name or folder that a model was loaded from, else its class."""
     if isinstance(model, str):
         return model
     config = getattr(language_model_of(model), "config", None)

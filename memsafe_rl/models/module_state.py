@@ -129,14 +129,14 @@ def peft_adapters_on(model: nn.Module) -> tuple[str, ...]:
 
 
 def weights_mark(model: nn.Module) -> int:
-    """Gives a number that differs once a weight was written to, or replaced."""
+    """Returns a number that differs once a weight was written to, or replaced."""
     weights = list(model.parameters())
     versions = [-1 if weight.is_inference() else weight._version for weight in weights]
     return hash((*versions, *(weight.untyped_storage()._cdata for weight in weights)))
 
 
 def cache_name(accepted: Container[str]) -> str:
-    """Gives what a forward calls a cache, or its length: transformers 5.24 renamed both."""
+    """Returns what a forward calls a cache, or its length: transformers 5.24 renamed both."""
     return "cache" if "cache" in accepted or "cache_length" in accepted else "past_key_values"
 
 
@@ -247,7 +247,7 @@ def _adds_zeros(module: Any) -> bool:
 
 
 def _masked(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Gives a bias (1, H, N, K) under a mask; layers share both, and what is made of them as long as one keeps it."""
+    """Returns a bias (1, H, N, K) under a mask; layers share both, and what is made of them as long as one keeps it."""
     known, made = getattr(bias, "masked", (None, lambda: None))
     masked: Tensor | None = made() if known is mask else None
     if masked is None:

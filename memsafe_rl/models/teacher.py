@@ -77,7 +77,7 @@ class Teacher:
             weight.requires_grad_(False)
 
     def over(self, base: Any) -> nn.Module:
-        """Gives its network, from the base of that name, frozen."""
+        """Returns its network, from the base of that name, frozen."""
         if self.adapter is not None:
             with quiet_peft():
                 base = PeftModel(base, copy.deepcopy(self.adapter))

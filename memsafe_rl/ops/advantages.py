@@ -18,7 +18,7 @@ from memsafe_rl.types import AdvantageResult
 
 
 def turn_returns(rewards_T: Tensor, discount: float) -> Tensor:
-    """Gives what follows each turn, ``R_t = sum_{k >= t} discount^(k - t) r_k`` (GiGPO, arXiv:2505.10978).
+    """Returns what follows each turn, ``R_t = sum_{k >= t} discount^(k - t) r_k`` (GiGPO, arXiv:2505.10978).
 
     Args:
         rewards_T: (T,), what each turn has earned.
@@ -62,7 +62,7 @@ def relative_to_state(
 
 
 def squared_score_norms(logprobs: Tensor, sharper_logprobs: Tensor) -> Tensor:
-    """Gives the squared length of ``d log pi(a) / d logits``, ``1 - 2 pi(a) + sum_v pi(v)^2`` (arXiv:2602.07078).
+    """Returns the squared length of ``d log pi(a) / d logits``, ``1 - 2 pi(a) + sum_v pi(v)^2`` (arXiv:2602.07078).
 
     ``sum_v pi(v)^2 = exp(2 log pi(a) - log pi'(a))``, where pi' has half the temperature: both sides are
     ``sum_v exp(2 z_v) / (sum_v exp(z_v))^2``, so that no sum over the vocabulary has to be taken beside log-probs.
@@ -78,7 +78,7 @@ def squared_score_norms(logprobs: Tensor, sharper_logprobs: Tensor) -> Tensor:
 
 
 def expected_gaps(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Gives how far a reference is from the likeliest tokens' log-probs, ``sum_v w(v) (log pi(v) - log pi_ref(v))``.
+    """Returns how far a reference is from the likeliest tokens' log-probs, ``sum_v w(v) (log pi(v) - log pi_ref(v))``.
 
     ``w(v) = pi(v) - pi(u)``, with u the likeliest token left out: as another one comes up to it, the last one's weight
     goes to 0, so that rounding, which may put either first, moves nothing.
@@ -392,7 +392,7 @@ def _centred(values: Tensor, shares: Tensor | None = None) -> Tensor:
 
 
 def _nanstd(values: Tensor) -> Tensor:
-    """Gives the deviation over the last axis, which stays as 1; NaN under two numbers, 0 for an axis of one."""
+    """Returns the deviation over the last axis, which stays as 1; NaN under two numbers, 0 for an axis of one."""
     count = values.isnan().logical_not().sum(-1, keepdim=True)
     if values.shape[-1] <= 1:
         return values.new_zeros(count.shape)
@@ -401,7 +401,7 @@ def _nanstd(values: Tensor) -> Tensor:
 
 
 def _compared(estimator: AdvantageEstimator, rewards_PG: Tensor, lengths_PG: Tensor) -> Tensor:
-    """Gives an estimator's advantages, (P, G); it may write to what it is given."""
+    """Returns an estimator's advantages, (P, G); it may write to what it is given."""
     beside = (lengths_PG.clone(),) if estimator.with_lengths else ()
     given, told = estimator.function(rewards_PG.clone(), *beside), f"advantage_estimator {estimator.name!r}"
     if not isinstance(given, Tensor) or given.shape != rewards_PG.shape or not given.is_floating_point():

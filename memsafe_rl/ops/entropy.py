@@ -16,7 +16,7 @@ _TIE_NATS = 1e-4
 
 
 def entropy_threshold(entropies_M: Tensor, mask_M: Tensor, top_entropy_quantile: float) -> Tensor:
-    """Gives the entropy above which the given share of a whole step's counted actions lies.
+    """Returns the entropy above which the given share of a whole step's counted actions lies.
 
     The ``1 - top_entropy_quantile`` quantile, interpolated between neighbours ("Beyond the 80/20 Rule",
     arXiv:2506.01939). Reads no value on the host. Departure from TRL: over the whole optimizer step.
@@ -93,7 +93,7 @@ def adaptive_entropy_coef(
 
 
 def applied_entropy_coef(control: EntropyControl, target: float) -> float:
-    """Gives the coefficient of the next step: the controller's at or under the target, otherwise 0.
+    """Returns the coefficient of the next step: the controller's at or under the target, otherwise 0.
 
     Args:
         control: the state after the last step.

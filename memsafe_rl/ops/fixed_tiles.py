@@ -55,7 +55,7 @@ def fixed_tiles(enabled: bool = True) -> Iterator[None]:
 
 
 def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Gives ``x W^T + b`` in tiles of `TILE_ROWS` rows; so is the gradient of ``x``, to the bit that of the row alone.
+    """Returns ``x W^T + b`` in tiles of `TILE_ROWS` rows, as is the gradient of ``x``: to the bit that of a row alone.
 
     Gradients of weight and bias are sums over rows, which no cut leaves alone to the bit: float32 ones are summed in
     float32, and so differ by rounding alone, whatever autocast narrows.
@@ -116,7 +116,7 @@ def _tiled_product(rows_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = N
 
 
 def _summed_product(grad_MO: Tensor, rows_MK: Tensor, kind: torch.dtype) -> Tensor:
-    """Gives ``G^T X``, (O, K), summed over rows in a type."""
+    """Returns ``G^T X``, (O, K), summed over rows in a type."""
     if grad_MO.dtype == kind:
         return grad_MO.mT @ rows_MK
     total_OK = torch.zeros(grad_MO.shape[1], rows_MK.shape[1], dtype=kind, device=grad_MO.device)
@@ -129,7 +129,7 @@ def _summed_product(grad_MO: Tensor, rows_MK: Tensor, kind: torch.dtype) -> Tens
 
 
 def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknown: Any) -> Tensor:
-    """Gives each row's product with its expert's weight, rows sorted by expert; reads no value on the host.
+    """Returns each row's product with its expert's weight, rows sorted by expert; reads no value on the host.
 
     Every expert's rows are laid into tiles of their own, as many as any routing of so many rows may need.
     """

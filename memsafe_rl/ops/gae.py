@@ -145,7 +145,7 @@ def kl_estimates(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tens
 def value_loss(
     values_BT: Tensor, old_values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, *, clip: float | None, tokens: int
 ) -> ValueShare:
-    """Gives a micro-batch's share of the critic's loss; the shares of any split add up to the same loss.
+    """Returns a micro-batch's share of the critic's loss; the shares of any split add up to the same loss.
 
     ``L = 1/2 sum max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / N`` over counted actions: the clipping of
     OpenAI's baselines (`ppo2`), which holds a value that moves past its bound in one rollout. N is the step's.
@@ -212,7 +212,7 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, rows: int, horizo
 
 
 def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives mean, variance with Bessel's correction and count of the counted numbers, as scalars; reads no value."""
+    """Returns mean, variance with Bessel's correction and count of the counted numbers, as scalars; reads no value."""
     count = counted.sum()
     mean = values.masked_fill(~counted, 0.0).sum() / count.clamp(min=1)
     squares = (values - mean).square().masked_fill(~counted, 0.0).sum()

@@ -25,7 +25,7 @@ _TILE_ELEMENTS = 1 << 19
 
 
 def gaussian_logprobs(distribution: GaussianDistribution) -> Tensor:
-    """Gives the log-prob of the states that were taken.
+    """Returns the log-prob of the states that were taken.
 
     ``sum_i log N(x'_i; mu_i, sigma^2) = sum_i [-(x'_i - mu_i)^2 / (2 sigma^2) - log sigma - log(2 pi) / 2]`` over the
     elements that count, or its mean (Black et al. 2023, DDPO, arXiv:2305.13301, sec. 4).
@@ -48,7 +48,7 @@ def gaussian_logprobs(distribution: GaussianDistribution) -> Tensor:
 
 
 def gaussian_entropies(distribution: GaussianDistribution) -> Tensor:
-    """Gives the entropy of each entry, which no weight can change: ``log sigma + (1 + log(2 pi)) / 2`` an element.
+    """Returns the entropy of each entry, which no weight can change: ``log sigma + (1 + log(2 pi)) / 2`` an element.
 
     Args:
         distribution: M entries.
@@ -62,7 +62,7 @@ def gaussian_entropies(distribution: GaussianDistribution) -> Tensor:
 
 
 def gaussian_kl(distribution: GaussianDistribution) -> Tensor:
-    """Gives ``KL(current || reference)`` of each entry in closed form: ``||mu - mu_ref||^2 / (2 sigma^2)``.
+    """Returns ``KL(current || reference)`` of each entry in closed form: ``||mu - mu_ref||^2 / (2 sigma^2)``.
 
     Fan et al. 2023, DPOK, arXiv:2305.16381, sec. 4: both steps have the scheduler's variance. For rectified flow as an
     SDE it is ``dt / 2 · (s (1 - t) / (2 t) + 1 / s)^2 · ||v - v_ref||^2`` with ``sigma = s · sqrt(dt)`` (Liu et al.

@@ -15,7 +15,7 @@ def importance_weights(
     clip_min: float | None,
     clip_max: float | None,
 ) -> Tensor:
-    """Gives every action of one sequence the weight `π_old / π_sampler`, bounded.
+    """Returns every action of one sequence the weight `π_old / π_sampler`, bounded.
 
     ``w_t = exp(old_t − sampled_t)`` per token, or ``exp Σ_t m_t (old_t − sampled_t)`` per sequence; a `truncate` mode
     clamps it to the bounds, a `mask` mode drops it outside them (truncated and masked importance sampling,

@@ -95,7 +95,7 @@ def token_logprobs(
 def choice_logprobs(
     distribution: TokenDistribution, choices: int | Tensor, *, temperature: float, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Gives log-probs of the likeliest tokens of every place, or of given ones, a tile at a time, without gradient.
+    """Returns log-probs of the likeliest tokens of every place, or of given ones, a tile at a time, without gradient.
 
     Args:
         distribution: as in `token_logprobs`; the tokens that were taken are not looked at.
@@ -125,7 +125,7 @@ def choice_logprobs(
 
 
 def _scores_of(head: LinearHead | LogitsHead, hidden_ND: Tensor, temperature: float, fixed: bool) -> Tensor:
-    """Gives logits over temperature (N, V)."""
+    """Returns logits over temperature (N, V)."""
     if not isinstance(head, LinearHead):
         logits_NV = head(hidden_ND)
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
@@ -164,7 +164,7 @@ class _Recipe:
             outputs_NV.mul_(self.scale / self.temperature)
 
     def slope(self, scores_NV: Tensor) -> Tensor | None:
-        """Gives the soft-cap's derivative, ``1 - tanh^2``, from the scores it made; None without a cap."""
+        """Returns the soft-cap's derivative, ``1 - tanh^2``, from the scores it made; None without a cap."""
         if self.soft_cap is None:
             return None
         return (scores_NV * (self.temperature / self.soft_cap)).square_().neg_().add_(1)
@@ -287,7 +287,7 @@ def _function_scores(
 
 
 def _score_part_(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gives what `_summarise_` does, and puts the gradient of log-probs in place of the scores where it is kept."""
+    """Returns what `_summarise_` does, and puts the gradient of log-probs in place of the scores where it is kept."""
     cap_NV = recipe.slope(scores_NV) if recipe.keeps_slopes else None
     summary, chances = _summarise_(scores_NV, tokens_N, recipe.with_entropy)
     if recipe.keeps_slopes:
@@ -301,7 +301,7 @@ def _score_part_(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[
 def _summarise_(
     scores_NV: Tensor, tokens_N: Tensor, with_entropy: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]:
-    """Gives log-probs, logsumexps and entropies, and weights of the vocabulary with their sums; destroys the scores."""
+    """Returns log-probs, logsumexps and entropies, and the vocabulary's weights with their sums; destroys scores."""
     peaks_N1 = scores_NV.amax(1, keepdim=True)
     shifted_NV = scores_NV.sub_(peaks_N1)
     taken_N = shifted_NV.gather(1, tokens_N[:, None])[:, 0]
@@ -321,7 +321,7 @@ def _score_gradient_(
     grad_logprobs_N: Tensor | None,
     grad_entropies_N: Tensor | None,
 ) -> Tensor:
-    """Gives the gradient with respect to the scores, ``g ([v = t] - p) - g_H p (log p + H)``; destroys the scores."""
+    """Returns the gradient with respect to the scores, ``g ([v = t] - p) - g_H p (log p + H)``; destroys the scores."""
     logprobs_NV = scores_NV.sub_(log_sums_N[:, None])
     if grad_entropies_N is None or entropies_N is None:
         gradient_NV = logprobs_NV.exp_()
@@ -371,7 +371,7 @@ def _write_scores(
 
 
 def _exact_scores(scores_NV: Tensor, tokens_N: Tensor, recipe: _Recipe) -> tuple[Tensor | None, Tensor | None]:
-    """Gives log-probs as a draw does, and entropies summed in float64; None where rows may differ by cut."""
+    """Returns log-probs as a draw does, and entropies summed in float64; None where rows may differ by cut."""
     if not recipe.fixed_tiles:
         return None, None
     logprobs_N = taken_logprobs(scores_NV, tokens_N)
@@ -420,7 +420,7 @@ class _HeadGradients:
             total.addmm_(left, right.to(total.dtype))
 
     def result(self) -> tuple[Tensor | None, ...]:
-        """Gives the gradients of hidden states, weight and bias in the types of their owners."""
+        """Returns the gradients of hidden states, weight and bias in the types of their owners."""
         return tuple(
             None if total is None or value is None else total.to(value.dtype)
             for total, value in zip(self.sums, self._inputs, strict=True)
@@ -445,7 +445,7 @@ def _part(size: int) -> int:
 
 
 def _head_rows(weight_VD: Tensor, recipe: _Recipe) -> int:
-    """Gives the tokens of the vocabulary taken at once, so that no copy of the whole head in another type exists."""
+    """Returns the tokens of the vocabulary taken at once, so that no copy of the whole head in another type exists."""
     plain = weight_VD.dtype == recipe.product_dtype == recipe.wide_dtype
     return len(weight_VD) if plain else _part(len(weight_VD))
 

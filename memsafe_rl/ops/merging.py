@@ -54,7 +54,7 @@ def merge_weights(
     orders: Sequence[Sequence[int]] | None = None,
     there: Sequence[bool] | None = None,
 ) -> tuple[float, ...]:
-    """Gives the coefficients of a merge: the merged gradient is ``sum_k coefficient_k g_k``.
+    """Returns the coefficients of a merge: the merged gradient is ``sum_k coefficient_k g_k``.
 
     Each objective's gradient is first multiplied by its weight. An objective that is not there has a coefficient of 0,
     and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. Where a dot product is
@@ -90,7 +90,7 @@ def merge_weights(
 
 
 def pcgrad_weights(gram_KK: Tensor, orders: Sequence[Sequence[int]] | None = None) -> Tensor:
-    """Gives PCGrad's coefficients (Yu et al. 2020, arXiv:2001.06782, Algorithm 1).
+    """Returns PCGrad's coefficients (Yu et al. 2020, arXiv:2001.06782, Algorithm 1).
 
     Of each gradient, one other after the other, the part that points against that other is taken away:
     ``g_i <- g_i - <g_i, g_j> / |g_j|^2 g_j`` where ``<g_i, g_j> < 0``; the merged gradient is the sum. With two
@@ -115,7 +115,7 @@ def pcgrad_weights(gram_KK: Tensor, orders: Sequence[Sequence[int]] | None = Non
 
 
 def cagrad_weights(gram_KK: Tensor, c: float) -> Tensor:
-    """Gives CAGrad's coefficients (Liu et al. 2021, arXiv:2110.14048, eq. 2-4 and Algorithm 1).
+    """Returns CAGrad's coefficients (Liu et al. 2021, arXiv:2110.14048, eq. 2-4 and Algorithm 1).
 
     The merged gradient is the one nearest the mean ``g_0``, ``|d - g_0| <= c |g_0|``, under which the objective that
     gains least gains most: ``d = g_0 + c |g_0| g_w / |g_w|``, with ``g_w = sum_k w_k g_k`` and w on the simplex
@@ -206,7 +206,7 @@ def add_up(
 
 
 def cosines(gram_KK: Sequence[Sequence[float]]) -> dict[tuple[int, int], float]:
-    """Gives the cosine of the angle between every two gradients; NaN where one of them is zero.
+    """Returns the cosine of the angle between every two gradients; NaN where one of them is zero.
 
     Args:
         gram_KK: (K, K) numbers, from `gram_matrix`.
@@ -228,12 +228,12 @@ def _dot(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
 
 
 def _length(weights_K: Tensor, gram_KK: Tensor) -> float:
-    """Gives the length of a combination of gradients; rounding may make its square negative."""
+    """Returns the length of a combination of gradients; rounding may make its square negative."""
     return math.sqrt(max(0.0, float(weights_K @ gram_KK @ weights_K)))
 
 
 def _on_face(gram_KK: Tensor, slopes_K: Tensor, radius: float, face: tuple[int, ...]) -> Tensor | None:
-    """Gives the minimum over the plane through some corners of the simplex; None where it does not lie between them."""
+    """Returns the minimum over the plane through some corners of the simplex; None unless it lies between them."""
     weights_K = torch.zeros(len(gram_KK), dtype=torch.float64)
     if len(face) == 1:
         weights_K[face[0]] = 1.0

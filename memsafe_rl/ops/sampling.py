@@ -85,7 +85,7 @@ def noise_slots(vocab: int) -> int:
 
 
 def noise_ahead(words_B: Tensor, positions_B: Tensor, vocab: int, steps: int) -> Tensor:
-    """Gives the noise of each row's next draws, a function of key, position and slot alone.
+    """Returns the noise of each row's next draws, a function of key, position and slot alone.
 
     Args:
         words_B: (B,) int64, each row's key, from `hash_keys`.
@@ -121,7 +121,7 @@ def greedy_tokens(logits_BV: Tensor, *, temperature: float = 1.0) -> Draw:
 
 
 def taken_logprobs(logits_BV: Tensor, tokens_B: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Gives ``log softmax(logits / temperature)`` at one token a row.
+    """Returns ``log softmax(logits / temperature)`` at one token a row.
 
     Equals ``(logits / temperature).log_softmax(-1).gather(-1, tokens)`` without a second (B, V) tensor.
 
@@ -170,7 +170,7 @@ def hash_keys(keys_BK: Tensor) -> Tensor:
 
 
 def uniform_noise(words_B: Tensor, slots: int, *, first: int = 0) -> Tensor:
-    """Gives each row's uniforms: the SplitMix64 stream that starts at its word.
+    """Returns each row's uniforms: the SplitMix64 stream that starts at its word.
 
     ``u_s = (floor(mix(h + (s + 1) gamma) / 2^12) + 1/2) / 2^52``: exact in float64, and neither 0 nor 1.
 
@@ -188,7 +188,7 @@ def uniform_noise(words_B: Tensor, slots: int, *, first: int = 0) -> Tensor:
 
 
 def gumbel_noise(words_B: Tensor, slots: int) -> Tensor:
-    """Gives each row's standard Gumbel variates, ``-log(-log u)``.
+    """Returns each row's standard Gumbel variates, ``-log(-log u)``.
 
     Args:
         words_B: (B,) int64, from `hash_fields`.

@@ -29,19 +29,19 @@ class OneProcess:
     is_main: bool = True  # whether this one writes logs and checkpoints
 
     def share(self, count: int) -> range:
-        """Gives all rows."""
+        """Returns all rows."""
         return range(count)
 
     def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:  # noqa: ARG002
-        """Gives all rows."""
+        """Returns all rows."""
         return list(rows)
 
     def gather(self, items: list[T]) -> list[T]:
-        """Gives the items back."""
+        """Returns the items back."""
         return items
 
     def any_rank(self, *wishes: bool) -> tuple[bool, ...]:
-        """Gives the wishes back."""
+        """Returns the wishes back."""
         return wishes
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -73,11 +73,11 @@ class WholeWeights:
         yield
 
     def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
-        """Gives what runs a network's forward: nothing besides."""
+        """Returns what runs a network's forward: nothing besides."""
         return call
 
     def rounds(self, micro_batches: Iterable[T], *, reduce_each: bool) -> Iterator[T]:
-        """Gives this rank's micro-batches."""
+        """Yields this rank's micro-batches."""
         with self._foreseen(reduce_each):
             yield from micro_batches
 
@@ -88,7 +88,7 @@ class WholeWeights:
         """Returns at once: nobody waits."""
 
     def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float | None:  # noqa: ARG002
-        """Gives None: each rank can measure its gradients alone."""
+        """Returns None: each rank can measure its gradients alone."""
         return None
 
     def on_main(self, value: T) -> T:

@@ -61,7 +61,7 @@ def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
 
 
 def connect(accelerator: Accelerator, *, sharded: bool = False) -> Parallel:
-    """Gives what stands for the processes of a run, as it was launched; whether they share what they train."""
+    """Returns what stands for the processes of a run, as it was launched; whether they share what they train."""
     if accelerator.distributed_type not in _KNOWN:
         raise ConfigError(
             f"the launcher asks for {accelerator.distributed_type}; only one process, replicated data parallel and "
@@ -89,12 +89,12 @@ class Replicas:
         self._reason_tensor = torch.frombuffer(self._reason, dtype=torch.uint8)
 
     def share(self, count: int) -> range:
-        """Gives this rank's contiguous block of `count` rows; blocks differ by at most one row."""
+        """Returns this rank's contiguous block of `count` rows; blocks differ by at most one row."""
         start = self.rank * count // self.world_size
         return range(start, (self.rank + 1) * count // self.world_size)
 
     def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
-        """Gives this rank's rows of a step so that all ranks have about as many tokens."""
+        """Returns this rank's rows of a step so that all ranks have about as many tokens."""
         loads = [0] * self.world_size
         owner: dict[int, int] = {}
         for place in sorted(range(len(rows)), key=lambda place: -lengths[place]):
@@ -140,7 +140,7 @@ class Replicas:
         return tuple(any(word >> place & 1 for word in words) for place in range(len(wishes)))
 
     def words(self, word: int) -> tuple[int, ...]:
-        """Exchanges one number a rank; gives all, in rank order."""
+        """Exchanges one number a rank; returns all, in rank order."""
         with self._collective(word) as words:
             return words
 
@@ -160,7 +160,7 @@ class Replicas:
         return parts
 
     def local_bytes(self, component: Component, size_bytes: int) -> int:
-        """Gives the bytes that one rank holds, rounded up."""
+        """Returns the bytes that one rank holds, rounded up."""
         return -(-size_bytes // self._parts.get(component, 1))
 
     def wait(self) -> None:

@@ -168,7 +168,7 @@ class ShardedWeights:
     # ------------------------------------------------------------------ rounds
 
     def forward_of(self, network: nn.Module) -> Run:
-        """Gives what runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
+        """Returns what runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
         root = self._root_of(network)
         return call if root is None else getattr(root, _FORWARD)
 
@@ -179,7 +179,7 @@ class ShardedWeights:
         self._order, self._recorded = tuple(self._recorded), None
 
     def rounds(self, micro_batches: Iterable[T], *, reduce_each: bool) -> Iterator[T]:
-        """Gives this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
+        """Yields this rank's micro-batches, one a round; plays blank rounds until no rank has any left."""
         self._reset()  # a user's own forward leaves traces
         waiting, more, owes = iter(micro_batches), _Word.MORE_EACH if reduce_each else _Word.MORE, False
         micro = next(waiting, None)

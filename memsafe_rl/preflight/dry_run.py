@@ -69,7 +69,7 @@ class SharedState:
         return parts_of(self.sharding, self.ranks)
 
     def gathering(self, setup: TrainingSetup) -> Gathering | None:
-        """Gives what lays down weights that are gathered for a while; None where they are whole on every rank."""
+        """Returns what lays down weights that are gathered for a while; None where they are whole on every rank."""
         if Component.WEIGHTS not in self.parts:
             return None
         copies = [] if setup.reference_model is None else [setup.reference_model]
@@ -235,7 +235,7 @@ class DryRun:
         return StepSeconds(phases, setup.planned_steps if known else None, speed, compiling)
 
     def _drawn_for_evaluation(self, setup: TrainingSetup, longest: Longest) -> Drawing | None:
-        """Gives what evaluations draw: of a dataset its own longest prompt, else that of the run."""
+        """Returns what evaluations draw: of a dataset its own longest prompt, else that of the run."""
         config = self.config
         if not evaluates(config):
             return None
@@ -420,7 +420,7 @@ def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job
 
 
 def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
-    """Gives the bytes of the copy from which a checkpoint is written in the background, the rollout's left out."""
+    """Returns the bytes of the copy from which a checkpoint is written in the background, the rollout's left out."""
     config = setup.config
     copies = device == "cuda" if config.save_in_background is None else config.save_in_background
     if config.save_strategy == "no" or not copies:
@@ -430,7 +430,7 @@ def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
 
 
 def _stand_in_tokenizer() -> PreTrainedTokenizerFast:
-    """Gives a tokenizer of three tokens, for a run whose prompts only have a length."""
+    """Returns a tokenizer of three tokens, for a run whose prompts only have a length."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 

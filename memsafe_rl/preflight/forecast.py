@@ -194,7 +194,7 @@ class _Network:
         )
 
     def reference_of(self, settings: TrainerConfig) -> Callable[[], Any]:
-        """Gives what makes a run's reference: its teacher, a copy, or nothing where an adapter is switched off."""
+        """Returns what makes a run's reference: its teacher, a copy, or nothing where an adapter is switched off."""
         if (teacher := self.teacher) is not None:
             config = config_for(teacher.base, "teacher", trust_remote_code=self.trust_remote_code)
             check_teacher(teacher.name, config, self.config)
@@ -204,7 +204,7 @@ class _Network:
         return partial(self, frozen=True) if settings.has_reference and self.peft_config is None else lambda: None
 
     def dtype(self, *, frozen: bool = False) -> torch.dtype:
-        """Gives the type in which its weights are loaded, as `load_model` does."""
+        """Returns the type in which its weights are loaded, as `load_model` does."""
         given = _dtype(self.init.get("dtype", self.init.get("torch_dtype")), self.config)
         is_frozen = frozen or self.peft_config is not None
         return given or (torch.bfloat16 if self.device == "cuda" and is_frozen else torch.float32)
@@ -235,7 +235,7 @@ def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
 
 
 def _fake_chains(model: Any, config: TrainerConfig, peft_config: Any) -> tuple[Any, Any]:
-    """Gives a diffusion policy and its reference with fake weights."""
+    """Returns a diffusion policy and its reference with fake weights."""
     with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
         with torch.device("meta"):
             adapter, has_reference = copy.deepcopy(peft_config), config.has_reference
@@ -247,7 +247,7 @@ def _fake_chains(model: Any, config: TrainerConfig, peft_config: Any) -> tuple[A
 
 
 def _critic_of_tokens(critic: Any, config: TrainerConfig) -> Any:
-    """Gives a trainer's argument for a critic of a language model, its weights fake."""
+    """Returns a trainer's argument for a critic of a language model, its weights fake."""
     if critic is None or (isinstance(critic, str) and critic == "adapter"):
         return critic
     named, trusted = isinstance(critic, str), config.trust_remote_code
@@ -256,7 +256,7 @@ def _critic_of_tokens(critic: Any, config: TrainerConfig) -> Any:
 
 
 def _with_fake_weights(network: nn.Module) -> Any:
-    """Gives a network like another, with fake weights."""
+    """Returns a network like another, with fake weights."""
     fake = hollow_copy(network)
     give_fake_weights(fake)
     return fake
@@ -311,7 +311,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
 
 
 def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> TrainerConfig:
-    """Gives a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
+    """Returns a run's settings as a forecast takes them: silent, on the CPU, but in the device's types."""
     refusal.when(device not in ("cuda", "cpu"), "device", device=device)
     config = copy.copy(args) if ranks == 1 else args.on_ranks(ranks)
     left_open = config.left_open("bf16")
@@ -327,7 +327,7 @@ def _config_of_forecast(args: TrainerConfig, device: str, ranks: int) -> Trainer
 
 
 def _declared_quantization(config: Any) -> Any:
-    """Gives what a config says of how its weights were saved: 4 bits of bitsandbytes, or nothing."""
+    """Returns what a config says of how its weights were saved: 4 bits of bitsandbytes, or nothing."""
     declared = getattr(config, "quantization_config", None)
     if declared is None:
         return None
@@ -345,7 +345,7 @@ def _dtype(given: Any, config: Any) -> Any:
 
 
 def _fake_reward_model(model: Any, settings: Any) -> Any:
-    """Gives a reward model with fake weights, of the types in which it would be loaded."""
+    """Returns a reward model with fake weights, of the types in which it would be loaded."""
     if not isinstance(model, str):
         return _with_fake_weights(model)
     init = dict(settings.model_init_kwargs or {})

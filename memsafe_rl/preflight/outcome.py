@@ -54,7 +54,7 @@ class StepSeconds:
         return None if self.steps is None else self.step * self.steps + self.compiling
 
     def plain(self) -> dict[str, Any]:
-        """Gives the estimate in plain values, ready for JSON."""
+        """Returns the estimate in plain values, ready for JSON."""
         return {
             "seconds": {phase.value: round(seconds, 4) for phase, seconds in self.phases.items()},
             "step_seconds": round(self.step, 4),
@@ -83,7 +83,7 @@ class _Laps:
         self.laps: list[Work] = []
 
     def __getattr__(self, name: str) -> Any:
-        """Gives everything else as the adapter does."""
+        """Returns everything else as the adapter does."""
         return getattr(self._adapter, name)
 
     def decode_step(self, state: DecodeState, tokens_B: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class MemoryForecast:
         return max(peaks := self.phase_bytes, key=peaks.__getitem__, default=Phase.LOAD)
 
     def plain(self) -> dict[str, Any]:
-        """Gives the forecast in plain values, ready for JSON; the peak as ``predicted_peak_bytes``."""
+        """Returns the forecast in plain values, ready for JSON; the peak as ``predicted_peak_bytes``."""
         return {
             "predicted_peak_bytes": self.peak_bytes,
             "peak_phase": self.peak_phase.value,
@@ -268,6 +268,6 @@ class MemoryForecast:
         return f"; of {blocks} blocks, so many have their frozen weights on the device: {', '.join(counts)}"
 
     def facts(self) -> dict[str, str]:
-        """Gives what a run's banner says of it."""
+        """Returns what a run's banner says of it."""
         timed = {} if self.step_seconds is None else {"estimated time": self.step_seconds.sentence()}
         return {"forecast": self.sentence(), **timed}

@@ -36,7 +36,7 @@ class Candidate:
 
     @classmethod
     def of(cls, setup: TrainingSetup, longest: Longest) -> Candidate:
-        """Gives a rollout of these rows."""
+        """Returns a rollout of these rows."""
         probe = Probe(setup, longest)
         laid = probe.rows()
         rows = setup.adapter.work(laid, range(0, len(laid), setup.config.world_size))
@@ -55,7 +55,7 @@ class Trial:
 
 
 def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
-    """Gives a run's rollouts in order, or some of those that may come where that depends on what is drawn.
+    """Returns a run's rollouts in order, or some of those that may come where that depends on what is drawn.
 
     One of the longest prompts stands for all where nobody knows others, and for those beyond the prompts looked at.
     """
@@ -84,7 +84,7 @@ def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
 
 
 def candidates(setup: TrainingSetup, longest: Longest) -> list[Candidate]:
-    """Gives the rollouts of a run with their optimizer steps."""
+    """Returns the rollouts of a run with their optimizer steps."""
     return [Candidate.of(setup, one) for one in own_rollouts(setup, longest)]
 
 

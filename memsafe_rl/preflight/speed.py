@@ -95,7 +95,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = Work()
 
     def lap(self) -> Work:
-        """Gives what was counted since the last lap."""
+        """Returns what was counted since the last lap."""
         done, self.work = self.work, Work()
         return done
 
@@ -203,7 +203,7 @@ def _launch_seconds(device: torch.device, clock: Callable[[], float]) -> dict[Ph
 
 
 def _time(function: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    """Gives the seconds of a call: the median of its spans, each long enough to be timed."""
+    """Returns the seconds of a call: the median of its spans, each long enough to be timed."""
     spans: list[float] = []
     calls = 1
     function()

@@ -38,7 +38,7 @@ def lay_down(
 
 
 def embedded_prompts(adapter: DiffusionAdapter, count: int) -> Prompts:
-    """Gives prompts of the longest embedding there can be."""
+    """Returns prompts of the longest embedding there can be."""
     with host_memory():
         return Prompts((), (), tuple(torch.zeros(adapter.policy.condition_shape) for _ in range(count)))
 

@@ -475,7 +475,7 @@ class _Comparison:
 
 
 def _tolerance(setup: TrainingSetup) -> tuple[float, str]:
-    """Gives the largest difference that passes, and the coarsest type in which the network computes."""
+    """Returns the largest difference that passes, and the coarsest type in which the network computes."""
     config = setup.config
     kinds = {parameter.dtype for parameter in setup.model.parameters() if parameter.is_floating_point()}
     kinds |= {torch.bfloat16} if config.bf16 else set()
@@ -489,7 +489,7 @@ def _tolerance(setup: TrainingSetup) -> tuple[float, str]:
 
 
 def _ratio(squared_distance: float, squared_norm: float) -> float:
-    """Gives the relative difference; infinite where the gradient it is relative to is zero and the other is not."""
+    """Returns the relative difference; infinite where the gradient it is relative to is zero and the other is not."""
     if squared_norm == 0.0:
         return 0.0 if squared_distance == 0.0 else math.inf
     return math.sqrt(squared_distance / squared_norm)

@@ -86,21 +86,21 @@ class Longest:
         return len(self.prompt) + self.completion_tokens
 
     def prompts(self, count: int) -> tuple[Tensor, ...]:
-        """Gives the longest prompts that a rollout can have."""
+        """Returns the longest prompts that a rollout can have."""
         known = self.longest_prompts[:count]
         guessed = (max(1, len(self.prompt) - place % 2) for place in range(count))
         return tuple(self.ids(tokens) for tokens in (known if len(known) == count else guessed))
 
     def ids(self, tokens: int) -> Tensor:
-        """Gives so many token ids: the prompt's, again and again."""
+        """Returns so many token ids: the prompt's, again and again."""
         return torch.tensor(self.cut(tokens), dtype=torch.int64)
 
     def of_rollout(self, rollout: int, lengths: tuple[int, ...]) -> Longest:
-        """Gives the longest row of one of the run's rollouts, of which the prompts' lengths are known."""
+        """Returns the longest row of one of the run's rollouts, of which the prompts' lengths are known."""
         return replace(self, prompt=self.cut(max(lengths)), longest_prompts=lengths, rollout=rollout)
 
     def cut(self, tokens: int) -> tuple[int, ...]:
-        """Gives so many token ids as plain numbers."""
+        """Returns so many token ids as plain numbers."""
         copies = -(-tokens // len(self.prompt))
         return (self.prompt * copies)[:tokens]
 
@@ -132,7 +132,7 @@ def check_worst_case(loop: TrainingLoop) -> dict[str, int]:
 
 
 def _try(loop: TrainingLoop) -> dict[str, int] | MemoryBudgetError:
-    """Tries once; gives the peaks, or the error with what was tried in it."""
+    """Tries once; returns the peaks, or the error with what was tried in it."""
     setup, longest, started = loop.setup, find_longest(loop.setup), time.perf_counter()
     trial = setup.dry(step=loop.state.step)
     memory, error = trial.memory, None
@@ -230,7 +230,7 @@ def longest_evaluation(setup: TrainingSetup, dataset: Any) -> Drawing | None:
 
 
 def evaluates(config: Any) -> bool:
-    """Tells whether a run evaluates by itself."""
+    """Returns whether a run evaluates by itself."""
     return config.eval_strategy != "no" or bool(config.eval_on_start)
 
 
@@ -312,7 +312,7 @@ class Probe:
         self._collector.plan(self._prompts_of(self.drawing))
 
     def wave(self) -> tuple[Samples, int, int]:
-        """Gives what the first wave of a rollout draws, how many rows it has, and how many the rollout has."""
+        """Returns what the first wave of a rollout draws, how many rows it has, and how many the rollout has."""
         prompts, rows = self._samples_of(self.drawing)
         first = rows[: self._together(prompts.ids, rows, self.setup.memory.rollout_plan)]
         return _samples(prompts.ids, first), len(first), len(rows)
@@ -390,13 +390,13 @@ class Probe:
                 return count
 
     def _samples_of(self, drawing: Drawing) -> tuple[Prompts, list[tuple[int, int]]]:
-        """Gives the longest prompts there can be, and the most (prompt, sample) pairs of them that one rank has."""
+        """Returns the longest prompts there can be, and the most (prompt, sample) pairs of them that one rank has."""
         prompts, group = self._prompts_of(drawing), drawing.group_size
         count = -(-len(prompts.ids) * group // self.setup.config.world_size)
         return prompts, [divmod(row, group) for row in range(count)]
 
     def _prompts_of(self, drawing: Drawing) -> Prompts:
-        """Gives the longest prompts there can be; of an evaluation no more than have a completion in flight at once."""
+        """Returns the longest prompts there can be; in an evaluation, only as many as are in flight at once."""
         count, longest, setup = drawing.prompts, drawing.longest, self.setup
         if drawing.phase is not Phase.ROLLOUT:
             count = min(count, setup.config.world_size * max(setup.memory.rollout_plan.rows_in_flight, 1))
@@ -460,7 +460,7 @@ class Probe:
                     value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
 
     def rollout(self, trajectory: Trajectory) -> Rollout:
-        """Gives rows as a rollout of the run's own engine."""
+        """Returns rows as a rollout of the run's own engine."""
         return Rollout(trajectory, consumed=0, external=self._collector.corrects_sampler)
 
     def terms(self, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
@@ -485,7 +485,7 @@ class Probe:
 
 
 def _samples(prompts: Sequence[Tensor], rows: Sequence[tuple[int, int]]) -> Samples:
-    """Gives the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
+    """Returns the prompts of (prompt, sample) pairs, and for each prompt the keys of its samples."""
     wanted = list(dict.fromkeys(prompt for prompt, _ in rows))
     keys = [[SequenceKey(0, 0, *row) for row in rows if row[0] == prompt] for prompt in wanted]
     return [prompts[prompt] for prompt in wanted], keys
@@ -526,7 +526,7 @@ class _AtTheEnd:
         self._draws_ahead = settings.temperature > 0 and longest.completion_tokens > 2
 
     def __getattr__(self, name: str) -> Any:
-        """Gives everything else as the adapter does."""
+        """Returns everything else as the adapter does."""
         return getattr(self._adapter, name)
 
     def prefill(self, prompts: Sequence[Tensor], chunk_tokens: int | None = None) -> tuple[Tensor, DecodeState]:

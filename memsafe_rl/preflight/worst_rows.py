@@ -96,7 +96,7 @@ def largest_slices(work: UpdateWork, budget: int, *, packed: bool) -> tuple[int,
 
 
 def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None = None) -> list[Step]:
-    """Gives optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts."""
+    """Returns optimizer steps that differ in their shape: a rollout's own, or those of the run's first rollouts."""
     config, learner, cursors = setup.config, Learner(setup), list(islice(_cursors(setup, rollout), _STEPS))
     if config.step_rows >= config.rollout_rows or setup.adapter.time_separable:
         rows: Sequence[int] = range(0, config.step_rows, config.world_size)
@@ -114,7 +114,7 @@ def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None =
 
 
 def later_rows(setup: TrainingSetup, rollout: int | None = None) -> list[list[int]]:
-    """Gives the rows of rollouts that are not learnt from in their first step, but after weights have moved."""
+    """Returns the rows of rollouts that are not learnt from in their first step, but after weights have moved."""
     config = setup.config
     if config.updates_per_epoch < 2:
         return []
@@ -185,13 +185,13 @@ def _telling(work: UpdateWork, plan: UpdatePlan) -> list[int]:
 
 
 def _rows(setup: TrainingSetup, cursor: Cursor) -> list[int]:
-    """Gives the rows of a step as the run will draw them."""
+    """Returns the rows of a step as the run will draw them."""
     with true_numbers():
         return rows_of_step(cursor, setup.config.rollout_rows, setup.config.step_rows, setup.config.order_seed)
 
 
 def _cursors(setup: TrainingSetup, rollout: int | None) -> Iterator[Cursor]:
-    """Gives the steps of a rollout as far as the run goes, or of any first rollouts, in order."""
+    """Yields the steps of a rollout as far as the run goes, or of any first rollouts, in order."""
     config = setup.config
     each = list(product(range(config.num_iterations), range(config.updates_per_epoch)))
     for number in range(_STEPS) if rollout is None else [rollout]:

@@ -43,7 +43,7 @@ class Running:
         return self._ended.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
 
     def result(self) -> list[Any]:
-        """Gives the results in order, or raises what one of the awaitables raised first; it must have ended."""
+        """Returns the results in order, or raises what one of the awaitables raised first; it must have ended."""
         if self._error is not None:
             raise self._error
         return self._results
@@ -157,7 +157,7 @@ class _Thread:
 
 
 def _raised_by(work: Callable[[], object]) -> BaseException | None:
-    """Runs a loop; gives what came out of it, as SystemExit and KeyboardInterrupt do from any of its tasks."""
+    """Runs a loop; returns what came out of it, as SystemExit and KeyboardInterrupt do from any of its tasks."""
     try:
         work()
     except BaseException as error:

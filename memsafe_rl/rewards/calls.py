@@ -99,7 +99,7 @@ class Calls:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def first(self, name: str, function: RewardFunction) -> Any:
-        """Calls a function; gives what it returns, a coroutine if it is async."""
+        """Calls a function; returns what it returns, a coroutine if it is async."""
         with self.timed(name):
             output = self._output(name, function)
         limit = self._patience.timeout_seconds
@@ -114,7 +114,7 @@ class Calls:
         return output
 
     def await_together(self, begun: Mapping[str, Begun], loop: BackgroundLoop) -> Pending[dict[str, Any]]:
-        """Has async functions run together, beside whatever the caller does next; gives their outputs by name."""
+        """Has async functions run together, beside whatever the caller does next; returns their outputs by name."""
         if not begun:
             return Pending(dict)
         started, answered = time.monotonic(), set[str]()
@@ -241,7 +241,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def function_name(function: Any) -> str:
-    """Gives a function's own name, or that of its class."""
+    """Returns a function's own name, or that of its class."""
     function = _unwrapped(function)
     return str(getattr(function, "__name__", type(function).__name__))
 

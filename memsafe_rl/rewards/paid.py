@@ -123,7 +123,7 @@ class PaidReward:
         log_metric: Callable[[str, float], object],
         **columns: Any,
     ) -> list[float | None]:
-        """Gives one reward a completion."""
+        """Returns one reward a completion."""
         rows = [self._row(prompts, completions, columns, row) for row in range(len(prompts))]
         questions = [self._question(row, given) for row, given in enumerate(rows)]
         known = self._known(set(questions))

@@ -19,7 +19,7 @@ _ONE_THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 
 
 def first_text(completion: Any) -> str:
-    """Gives the text that ready-made rewards judge."""
+    """Returns the text that ready-made rewards judge."""
     if isinstance(completion, str):
         return completion
     content = completion[0]["content"] if completion else ""
@@ -29,7 +29,7 @@ def first_text(completion: Any) -> str:
 
 
 def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
-    """Gives 1 where the completion begins with one ``<think>`` block that is closed, else 0."""
+    """Returns 1 where the completion begins with one ``<think>`` block that is closed, else 0."""
     return [1.0 if _ONE_THOUGHT.match(first_text(completion)) else 0.0 for completion in completions]
 
 
@@ -102,7 +102,7 @@ _Verdict = tuple[float | None, str, str]
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: LogExtra | None = None, **_: Any
 ) -> list[float | None]:
-    """Gives 1 where the answer in the completion equals the solution, 0 where it does not.
+    """Returns 1 where the answer in the completion equals the solution, 0 where it does not.
 
     The answer is the first LaTeX expression found, a boxed one before any other.
     """
@@ -118,7 +118,7 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """Gives 1 where the answer after the reasoning equals the solution, 0 where it does not or reasoning never ends."""
+    """Returns 1 where the answer after the reasoning equals the solution, else 0, as where reasoning never ends."""
     delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     verdicts: list[_Verdict] = []
     with _quiet_off_the_main_thread():

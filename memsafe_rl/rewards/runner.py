@@ -268,7 +268,7 @@ def _by_row(rewards_FB: Sequence[Sequence[float]], rows: int) -> Tensor:  # noqa
 
 
 def _values(name: str, output: Any, rows: int) -> list[Any]:
-    """Gives what a function returned as a list, and refuses everything else."""
+    """Returns what a function returned as a list, and refuses everything else."""
     unordered = isinstance(output, (str, bytes, Mapping, Set))
     if unordered or not isinstance(output, Iterable) or getattr(output, "ndim", 1) == 0:
         raise unusable("returned/kind", name=name, output=output, kind=type(output).__name__, rows=rows)

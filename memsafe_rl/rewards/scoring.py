@@ -36,7 +36,7 @@ def load_reward_model(name: str, model_init_kwargs: Mapping[str, Any], trust_rem
 
 
 def reward_model_name(model: nn.Module) -> str:
-    """Gives the last part of the model's identifier, or its class name where it has none."""
+    """Returns the last part of the model's identifier, or its class name where it has none."""
     identifier = str(getattr(getattr(model, "config", None), "_name_or_path", "") or "")
     return identifier.rstrip("/").split("/")[-1] or type(model).__name__
 

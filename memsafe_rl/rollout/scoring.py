@@ -85,7 +85,7 @@ def value_rows(
     *,
     packed: bool = False,
 ) -> Tensor:
-    """Gives a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled."""
+    """Returns a critic's values of some rows' actions in one forward; carries a graph if gradients are enabled."""
     distribution = network.distribution(trajectory, rows, columns, packed=packed)
     return pad_rows(_values(distribution, value_head), distribution.lengths, 0.0)
 
@@ -126,7 +126,7 @@ def value_all(
     columns: Sequence[int] | None = None,
     packed: bool | None = None,
 ) -> list[Tensor]:
-    """Gives a critic's values of any number of rows without gradient, in eval mode, a slice at a time."""
+    """Returns a critic's values of any number of rows without gradient, in eval mode, a slice at a time."""
 
     def value(chosen: Sequence[int], micro: MicroBatch, plan: RolloutPlan) -> tuple[Numbers, Sequence[int]]:  # noqa: ARG001
         distribution = network.distribution(trajectory, chosen, micro.columns, packed=micro.packed)
@@ -262,7 +262,7 @@ def _scored(
 
 
 def _values(distribution: Distribution, value_head: ValueHead) -> Tensor:
-    """Gives values (M,) of the hidden states from which actions are drawn."""
+    """Returns values (M,) of the hidden states from which actions are drawn."""
     assert not isinstance(distribution, GaussianDistribution), "a denoiser's critic is a network of its own"
     return value_head(distribution.hidden_MD)
 

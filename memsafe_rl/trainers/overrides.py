@@ -39,12 +39,12 @@ def refuse_ignored(cls: type, ours: type) -> None:
 
 
 def _replaces(trainer: Any, ours: type, name: str) -> bool:
-    """Tells whether a trainer's class has a method of its own in place of ours."""
+    """Returns whether a trainer's class has a method of its own in place of ours."""
     return inspect.getattr_static(type(trainer), name) is not inspect.getattr_static(ours, name)
 
 
 def hooks_of(trainer: Any, ours: type) -> Hooks:
-    """Gives the loop those steps that a trainer's class does in its own way."""
+    """Returns the loop those steps that a trainer's class does in its own way."""
     own = partial(_replaces, trainer, ours)
 
     def made(name: str, given: Any, kept: str) -> Any:

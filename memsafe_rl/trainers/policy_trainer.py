@@ -117,7 +117,7 @@ class PolicyTrainer:
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
         def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
-            """Gives a user's function the trainer it expects."""
+            """Returns a user's function the trainer it expects."""
             return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
 
         setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
@@ -401,11 +401,11 @@ class PolicyTrainer:
         return self._loop.report.callbacks.pop_callback(callback)
 
     def is_world_process_zero(self) -> bool:
-        """Tells whether this is the first of all processes."""
+        """Returns whether this is the first of all processes."""
         return bool(self.accelerator.is_main_process)
 
     def is_local_process_zero(self) -> bool:
-        """Tells whether this is the first process of its machine."""
+        """Returns whether this is the first process of its machine."""
         return bool(self.accelerator.is_local_main_process)
 
     def save_state(self) -> None:

@@ -85,7 +85,7 @@ class PPOTrainer(PolicyTrainer):
 
 
 def _given(name: str, value: Any, other: str, named: Any) -> Any:
-    """Gives an argument that may be passed under either of two names."""
+    """Returns an argument that may be passed under either of two names."""
     if value is not None and named is not None:
         raise ConfigError(f"{other} is another name of {name}. Pass one of the two.")
     return named if value is None else value

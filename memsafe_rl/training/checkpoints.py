@@ -83,30 +83,30 @@ class Checkpoints:
         drop_old_checkpoints(output_dir, mark, self._setup.config.save_total_limit, best)
 
     def prepared_copies(self) -> Callable[[], None]:
-        """Gives what makes the host memory into which the tensors of each checkpoint will be copied."""
+        """Returns what makes the host memory into which the tensors of each checkpoint will be copied."""
         return self._copies.prepared(self._saved())
 
     def saved_bytes(self) -> int:
-        """Gives the bytes of the tensors that a checkpoint holds, the rollout left out."""
+        """Returns the bytes of the tensors that a checkpoint holds, the rollout left out."""
         return sum(map(bytes_of, self._saved()))
 
     def _saved(self) -> Saved:
-        """Gives the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
+        """Returns the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
         setup = self._setup
         tensors = None if setup.config.save_only_model else self._tensors()
         return saved_weights(setup.model), self._critics(), tensors
 
     def saved(self) -> Saved:
-        """Gives the tensors of a checkpoint; those that are divided come whole to the main rank, by all ranks' help."""
+        """Returns the tensors of a checkpoint; divided ones come whole to the main rank, with all ranks' help."""
         return self._setup.shards.on_main(self._saved())
 
     def writer(self) -> Callable[[Path], None]:
-        """Gives what writes the weights as they are now; all ranks take part in it where weights are divided."""
+        """Returns what writes the weights as they are now; all ranks take part in it where weights are divided."""
         model, critic = self._setup.shards.on_main((saved_weights(self._setup.model), self._critics()))
         return partial(self.write_weights, model=model, critic=critic)
 
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
-        """Gives what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile."""
+        """Returns what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile."""
         trajectory = None if state.rollout is None else state.rollout.trajectory
         stored = 0 if trajectory is None else sum(trajectory.nbytes().values())
         progress = asdict(replace(state.progress, log_history=[]))  # metrics.jsonl has it
@@ -258,7 +258,7 @@ def _save_through(hook: Callable[[Path], object], write: Callable[[Path], None],
 
 
 def best_folder(state: RunState) -> Path | None:
-    """Gives the checkpoint of the best step, or of the best that was saved; None, with a warning, where none was."""
+    """Returns the checkpoint of the best step, or of the best that was saved; None, with a warning, where none was."""
     progress, advice = state.progress, "save whenever you evaluate, or set save_strategy='best'"
     best, step = progress.best_model_checkpoint, progress.best_global_step
     if best is None or not Path(best).is_dir():

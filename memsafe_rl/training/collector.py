@@ -178,7 +178,7 @@ class Collector:
         self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
 
     def work(self, prompts: Prompts, group_size: int) -> RolloutWork:
-        """Gives the shape of a rollout."""
+        """Returns the shape of a rollout."""
         adapter = self._setup.adapter
         return RolloutWork(
             prompt_tokens=tuple(len(ids) for ids in prompts.ids),

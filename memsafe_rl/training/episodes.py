@@ -64,7 +64,7 @@ class Episodes:
         return environments.given(batch.episodes(), external=setup.engine.supports.is_external)
 
     def first_tokens(self, prompt_tokens: Sequence[int], batch: EpisodeBatch) -> tuple[int, ...]:
-        """Gives the longest first prompt of each group, as far as it is known."""
+        """Returns the longest first prompt of each group, as far as it is known."""
         longest = list(prompt_tokens)
         for key, context in zip(batch.keys, batch.contexts, strict=True):
             longest[key.prompt] = max(longest[key.prompt], len(context))

@@ -127,7 +127,7 @@ class _Pass:
     def scoring(
         self, rows: Sequence[int], columns: Sequence[int] | None = None, **wanted: Any
     ) -> Callable[[], TokenScores]:
-        """Gives what scores the actions of some rows in one forward of the model, with a graph."""
+        """Returns what scores the actions of some rows in one forward of the model, with a graph."""
         return partial(
             score_rows,
             self.adapter,
@@ -342,7 +342,7 @@ def _collect(
 
 @torch.no_grad()
 def loss_of_scores(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms, scored: Sequence[RowScores]) -> float:
-    """Gives the share of some rows, which were scored, in a step's loss."""
+    """Returns the share of some rows, which were scored, in a step's loss."""
     if not rows:
         return 0.0
     with host_memory():
@@ -413,7 +413,7 @@ def value_share(
     values_BT: Tensor,
     columns: Sequence[int] | None = None,
 ) -> LossResult:
-    """Gives a micro-batch's share of the critic's loss, times its coefficient."""
+    """Returns a micro-batch's share of the critic's loss, times its coefficient."""
     if terms.values is None or trajectory.values is None or trajectory.returns is None:
         raise AssertionError("a critic learns from a rollout that it has judged")
     old_BT, returns_BT, mask_BT = (

@@ -139,12 +139,12 @@ class Learner:
     # ------------------------------------------------------------------ before anything is cut
 
     def rows(self, cursor: Cursor) -> list[int]:
-        """Gives the samples of an optimizer step, over all ranks."""
+        """Returns the samples of an optimizer step, over all ranks."""
         known = self._settings
         return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
     def later_rows(self, cursor: Cursor) -> list[int]:
-        """Gives the samples that no optimizer step trains on before the weights first move."""
+        """Returns the samples that no optimizer step trains on before the weights first move."""
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
@@ -214,12 +214,12 @@ class Learner:
         return [row for row in rows if contributes(trajectory, row, every_row=every_row)]
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        """Gives this rank's rows that can move a weight."""
+        """Returns this rank's rows that can move a weight."""
         useful = self._useful(trajectory, rows)
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:
-        """Gives the shape of this rank's part of an optimizer step, with a critic's and the gradients set aside."""
+        """Returns the shape of this rank's part of an optimizer step, with a critic's and the gradients set aside."""
         setup = self._setup
         # Under dropout, completions behind one prompt would share its mask.
         work = setup.adapter.work(trajectory, rows, packable=self._config.disable_dropout)
@@ -309,7 +309,7 @@ class Learner:
         return replace(rollout, trajectory=replace(trajectory, old_logprobs=store, has_old=has_old))
 
     def loss_of(self, rollout: Rollout, controllers: Controllers) -> float:
-        """Gives the loss of a whole rollout with the weights that drew it, over all ranks; moves nothing."""
+        """Returns the loss of a whole rollout with the weights that drew it, over all ranks; moves nothing."""
         trajectory, rows = rollout.trajectory, list(range(len(rollout.trajectory)))
         terms = self._loss_terms(rollout, rows, controllers, step=0)
         with self._setup.memory.phase(Phase.EVALUATE):

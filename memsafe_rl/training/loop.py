@@ -265,7 +265,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ when memory or the run ends
 
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
-        """Gives the next change of the task that the user allows; several ranks would choose different ones."""
+        """Returns the next change of the task that the user allows; several ranks would choose different ones."""
         setup = self.setup
         if error.failure is None:
             return None

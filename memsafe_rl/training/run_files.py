@@ -69,7 +69,7 @@ class RunFiles:
         return self._config.save_strategy != "no" and step > self.saved_step
 
     def claim(self, parallel: Parallel, resume: bool | str | Path | None) -> Path | None:
-        """Takes the folder for this run; gives the checkpoint to resume from, the same on all ranks."""
+        """Takes the folder for this run; returns the checkpoint to resume from, the same on all ranks."""
         found: list[Path | None] = []
         if parallel.is_main:
             path, overwrite = Path(self._config.output_dir), self._config.overwrite_output_dir
@@ -210,7 +210,7 @@ class RunFiles:
         self.write(name, json.dumps({**known, **metrics}, indent=4))
 
     def stop_asked(self) -> str:
-        """Gives the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
+        """Returns the stop file that lies in the folder, and takes it away, so that the run can be resumed."""
         if self.folder is None or not (self.folder.path / STOP_FILE).exists():
             return ""
         if not still_ours(self.folder.path, self.mark.run_id):
@@ -233,7 +233,7 @@ class RunFiles:
         return f"step {self.saved_step} is saved in {saved}; resume with: {resume_command(config)}"
 
     def what_follows(self) -> dict[str, str]:
-        """Gives commands for a run that has ended, by what they are for."""
+        """Returns commands for a run that has ended, by what they are for."""
         config = self._config
         commands = {"report": shlex.join(["memsafe-rl", "report", config.output_dir])}
         if checkpoint_folder(Path(config.output_dir), self.saved_step).is_dir() and not config.save_only_model:
@@ -252,7 +252,7 @@ class RunFiles:
 
 
 def resume_command(config: TrainerConfig) -> str:
-    """Gives what resumes the run from its latest checkpoint: the command it was started with, or a call."""
+    """Returns what resumes the run from its latest checkpoint: the command it was started with, or a call."""
     command = shlex.join([name := Path(sys.argv[0]).name, *sys.argv[1:]])
     if name == "memsafe-rl":
         return command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
@@ -262,7 +262,7 @@ def resume_command(config: TrainerConfig) -> str:
 
 
 def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
-    """Tells whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
+    """Returns whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
     if not checkpoints.writes_weights_itself or setup.shards.divided:
         return False
     chosen = setup.config.save_in_background

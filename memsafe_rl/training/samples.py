@@ -43,14 +43,14 @@ class Groups:
         return SequenceKey(self.seed, self.rollout, self.first + prompt, sample)
 
     def keys(self, rows: Sequence[int]) -> dict[int, list[SequenceKey]]:
-        """Gives the keys of some completions, by prompt."""
+        """Returns the keys of some completions, by prompt."""
         found: dict[int, list[SequenceKey]] = {}
         for row in rows:
             found.setdefault(row // self.size, []).append(self.key(row))
         return found
 
     def conditions(self, rows: Sequence[int]) -> list[Tensor]:
-        """Gives the prompt ids that some completions follow."""
+        """Returns the prompt ids that some completions follow."""
         return [self.prompts.ids[row // self.size] for row in rows]
 
 
@@ -84,7 +84,7 @@ class Samples:
         return torch.tensor(counts, dtype=torch.float32)
 
     def groups(self, indices: Sequence[int]) -> Samples:
-        """Gives some groups only."""
+        """Returns some groups only."""
         rows = [group * self.group_size + sample for group in indices for sample in range(self.group_size)]
         prompts = Prompts(*(tuple(values[i] for i in indices) for values in vars(self.prompts).values()))
         known = {name: getattr(self, name) for name in _OF_ROWS}
@@ -214,7 +214,7 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
 
 
 def rejection_metrics(trajectory: Trajectory) -> dict[str, float]:
-    """Gives which share of the counted actions, and of the rows that have any, has an importance weight of 0."""
+    """Returns which share of the counted actions, and of the rows that have any, has an importance weight of 0."""
     if trajectory.importance_weights is None:
         return {}
     dropped = ((trajectory.importance_weights.flat == 0) & (trajectory.loss_mask.flat != 0)).float()
@@ -247,7 +247,7 @@ def _sequences(samples: Samples) -> tuple[list[Piece], tuple[int, ...]]:
 
 
 def _identity(ids: Tensor) -> tuple[Any, ...]:
-    """Gives a key that is the same for equal prompts."""
+    """Returns a key that is the same for equal prompts."""
     return tuple(ids.shape), ids.cpu().numpy().tobytes()
 
 

@@ -54,7 +54,7 @@ class Scorer:
         return self.attempt(Stage.SCORE, self.adapter.work(trajectory, rows))
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        """Gives this rank's part of rows that are scored together."""
+        """Returns this rank's part of rows that are scored together."""
         return self._setup.parallel.balance(rows, trajectory.action_lengths(rows))
 
     def scored(
@@ -78,7 +78,7 @@ class Scorer:
         temperature_factor: float = 1.0,
         **wanted: Any,
     ) -> tuple[list[int], list[RowScores]]:
-        """Passes this rank's part of some rows through a network; gives which they are, and their scores."""
+        """Passes this rank's part of some rows through a network; returns which they are, and their scores."""
         mine = self.local_rows(trajectory, rows)
         with self._setup.gathered(adapter.model):
             found = score_all(
@@ -93,7 +93,7 @@ class Scorer:
         return mine, found
 
     def valued(self, critic: Critic, trajectory: Trajectory, columns: Sequence[int] | None) -> Ragged:
-        """Gives a critic's values of all rows, shared over the ranks."""
+        """Returns a critic's values of all rows, shared over the ranks."""
         mine = self.local_rows(trajectory, list(range(len(trajectory))))
         with critic.running() as network, self._setup.gathered(network.model):
             attempt = self.attempt(Stage.SCORE, network.work(trajectory, mine))
@@ -183,7 +183,7 @@ class Scorer:
         )
 
     def score_stale(self, trajectory: Trajectory, samples: Samples) -> Trajectory:
-        """Gives importance weights to the rows that older weights began; all others weigh 1."""
+        """Returns importance weights to the rows that older weights began; all others weigh 1."""
         rows = [row for row, stale in enumerate(samples.stale) if stale]
         if not rows:
             return trajectory

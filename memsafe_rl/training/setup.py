@@ -71,7 +71,7 @@ class RunState:
 
     @classmethod
     def at_start(cls, config: TrainerConfig, *, is_main: bool) -> RunState:
-        """Gives where a run begins."""
+        """Returns where a run begins."""
         bands = {one.name: one.kl_band for one in config.objective_list if one.kl_band is not None}
         return cls(
             Controllers.at_start(config),
@@ -90,7 +90,7 @@ class RunState:
         return 0 if self.rollout is None else self.rollout.consumed
 
     def advance(self, config: TrainerConfig, *, stop: bool = False) -> Rollout | None:
-        """Moves on by a step, past the rest of the rollout on `stop`; gives the rollout that is used up with it."""
+        """Moves on by a step, past the rest of the rollout on `stop`; returns the rollout that is used up with it."""
         before, rollout = self.cursor, self.rollout
         self.cursor = before.advance(
             steps=config.updates_per_epoch, epochs=config.num_iterations, consumed=self.consumed, stop=stop
@@ -108,7 +108,7 @@ class RunState:
 
 
 def _step_record(line: dict[str, Any]) -> dict[str, Any]:
-    """Gives a step's numbers as they were logged, from its line in `steps.jsonl`."""
+    """Returns a step's numbers as they were logged, from its line in `steps.jsonl`."""
     numbers = {name: value for name, value in line.items() if name not in ("seconds", "held_at_peak")}
     numbers = {name: math.nan if value is None else value for name, value in numbers.items()}
     return numbers | {"step": float(line["step"])}
@@ -253,7 +253,7 @@ class TrainingSetup:
         return math.ceil(config.num_train_epochs * rollouts * config.steps_per_rollout)
 
     def memory_state(self) -> MemoryState:
-        """Gives what a policy may know of the device, on which no frozen weights are left that only passed by."""
+        """Returns what a policy may know of the device, on which no frozen weights are left that only passed by."""
         self.adapter.host_weights.release()
         return self.memory.state()
 
@@ -296,11 +296,11 @@ class TrainingSetup:
                 yield
 
     def autocast(self) -> torch.autocast:
-        """Gives the context of a forward pass; left after each, so that its weight cache never outlives one."""
+        """Returns the context of a forward pass; left after each, so that its weight cache never outlives one."""
         return autocast(self.adapter.device, self.settings.autocast_dtype)
 
     def dry(self, memory_policy: MemoryPolicy | None = None, *, step: int = 0, **other: Any) -> TrainingSetup:
-        """Gives a setup whose steps leave this one's plans, events, metrics and ranks alone; ``other`` parts differ.
+        """Returns a setup whose steps leave this one's plans, events, metrics and ranks alone; ``other`` parts differ.
 
         It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and informs
         nobody. Its memory goes on by itself from what is known here.

@@ -121,7 +121,7 @@ class Ragged:
         return len(self.lengths)
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Gives every row as a view, in order."""
+        """Returns every row as a view, in order."""
         return torch.split(self.flat, list(self.lengths))
 
     def take(self, rows: Iterable[int]) -> Ragged:
@@ -265,7 +265,7 @@ class Trajectory:
         return tuple(tuple(column) for column in self.objective_advantages.t().tolist())
 
     def rows_of(self, samples: Iterable[int]) -> list[int]:
-        """Gives the rows of some samples, ascending; the same indices where every row is a whole sample."""
+        """Returns the rows of some samples, ascending; the same indices where every row is a whole sample."""
         if not self.sample_of_row:
             return sorted(samples)
         wanted = set(samples)
@@ -290,12 +290,12 @@ class Trajectory:
         return Ragged.from_rows(joined).pad(range(len(rows)), pad_token_id, device)
 
     def _stored(self) -> dict[str, Ragged | Tensor]:
-        """Gives the fields that hold a tensor."""
+        """Returns the fields that hold a tensor."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, (Ragged, Tensor))}
 
     def tensors(self) -> list[Tensor]:
-        """Gives every tensor it holds."""
+        """Returns every tensor it holds."""
         return [value.flat if isinstance(value, Ragged) else value for value in self._stored().values()]
 
     def nbytes(self) -> dict[str, int]:
@@ -304,7 +304,7 @@ class Trajectory:
         return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Trajectory:
-        """Gives the same rows elsewhere."""
+        """Returns the same rows elsewhere."""
         stored: Any = self._stored()
         for name, value in stored.items():
             stored[name] = replace(value, flat=move(value.flat)) if isinstance(value, Ragged) else move(value)

@@ -79,7 +79,7 @@ class Disk:
 
 
 def _paths(name: str, arguments: tuple[Any, ...]) -> Iterator[str]:
-    """Gives the paths that a call writes to."""
+    """Yields the paths that a call writes to."""
     if name in ("fsync", "write"):
         yield os.readlink(f"/proc/self/fd/{arguments[0]}")
     elif name != "open" or (arguments[1:] and arguments[1] not in ("r", "rb", os.O_RDONLY)):

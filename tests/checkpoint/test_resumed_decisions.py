@@ -35,7 +35,7 @@ def terminate() -> None:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """Gives what was logged, without what a clock says or a machine holds."""
+    """Returns what was logged, without what a clock says or a machine holds."""
     kept = ("step", "epoch", "loss", "reward", "eval_reward", "grad_norm", "learning_rate", "entropy")
     return [{name: record[name] for name in kept if name in record} for record in trainer.state.log_history]
 

@@ -11,7 +11,7 @@ from memsafe_rl.checkpoint.weights import HostCopies, bytes_of, read_weights, wr
 
 
 def held() -> dict[str, object]:
-    """Gives nested tensors, two of which are tied."""
+    """Returns nested tensors, two of which are tied."""
     tied = torch.arange(6.0).view(2, 3)
     return {"a": tied, "b": [tied, (torch.ones(4, dtype=torch.int64), "text", None)]}
 

@@ -367,7 +367,7 @@ def test_numbers_that_are_none_break_nothing(tmp_path: Path) -> None:
 
 
 def figures(folder: Path) -> dict[str, str]:
-    """Gives the small charts of a report by their titles."""
+    """Returns the small charts of a report by their titles."""
     found = re.findall(r"<figure><h3>(.*?)</h3>(.*?)</figure>", html_of(folder), re.DOTALL)
     assert len({title for title, _ in found}) == len(found)
     return dict(found)
@@ -549,7 +549,7 @@ def chart(steps: list[int], series: list[Series], *, title: str = "x", **options
 
 
 def heights(svg: str) -> list[float]:
-    """Gives the upper edge of the first layer, step by step."""
+    """Returns the upper edge of the first layer, step by step."""
     points = re.findall(r'<path d="M ([^"]+)" style="fill: var\(--c0\)', svg)[0].split(" L ")
     return [float(point.split()[1]) for point in points[1 : len(points) // 2 - 1 : 2]]
 

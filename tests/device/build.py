@@ -31,7 +31,7 @@ def missing() -> str | None:
 
 
 def built() -> Path:
-    """Gives the library, and builds it where it is not there yet: about a minute of processor time.
+    """Returns the library, and builds it where it is not there yet: about a minute of processor time.
 
     Raises:
         RuntimeError: the compiler refused, with what it said.

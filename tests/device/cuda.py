@@ -36,7 +36,7 @@ def complete(pretend: Pretend) -> None:
 
 
 def _index(device: Any = None) -> int:
-    """Gives the index of a device as users name it; the current one without a name."""
+    """Returns the index of a device as users name it; the current one without a name."""
     if device is None:
         return int(torch._C._accelerator_getDeviceIndex())
     if isinstance(device, int):

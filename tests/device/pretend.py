@@ -51,13 +51,13 @@ class PretendDevice:
         self._library, self.index, self.fraction = library, index, 1.0
 
     def __getattr__(self, name: str) -> Any:
-        """Gives a number: allocated, reserved, peak_allocated, peak_reserved, allocations, refusals, capacity."""
+        """Returns a number: allocated, reserved, peak_allocated, peak_reserved, allocations, refusals, capacity."""
         if name not in _NUMBERS:
             raise AttributeError(name)
         return int(getattr(self._library, f"pretend_{name}")(self.index))
 
     def memory_stats(self) -> dict[str, int]:
-        """Gives what `torch.cuda.memory_stats` gives."""
+        """Returns what `torch.cuda.memory_stats` gives."""
         stats: dict[str, int] = json.loads(self._library.pretend_memory_stats(self.index))
         return stats
 

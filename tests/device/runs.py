@@ -113,7 +113,7 @@ def storm(scene: Scene, device: Refusing, runs: int, seed: int, output_dir: Path
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Gives the norm of a difference over that of the second."""
+    """Returns the norm of a difference over that of the second."""
     return float((a - b).norm() / b.norm())
 
 

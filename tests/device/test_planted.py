@@ -34,7 +34,7 @@ def drawn(tokens: int, plant: Callable[[Any], None]) -> None:
 
 
 def cost_of_a_token(cuda: Pretend, plant: Callable[[Any], None]) -> dict[str, float]:
-    """Gives uploads, read-backs and waits a token, from two lengths, so that a rollout's own cancel."""
+    """Returns uploads, read-backs and waits a token, from two lengths, so that a rollout's own cancel."""
     counted = []
     for tokens in (9, 41):
         cuda.counts.reset()

@@ -193,7 +193,7 @@ def of_launch(content: object, machine: Environment = MACHINE) -> tuple[Finding,
 
 
 def accelerate_refuses(text: str, folder: Path) -> bool:
-    """Tells whether accelerate's own launcher ends with an error on a file."""
+    """Returns whether accelerate's own launcher ends with an error on a file."""
     file = folder / "launch.yaml"
     file.write_text(text)
     try:

@@ -66,7 +66,7 @@ def outputs(cache_of_the_hub: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def reader(tmp_path: Path, cache_of_the_hub: Path, outputs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Gives the working folder of a reader who has the pages' models, runs, files and packages."""
+    """Yields the working folder of a reader who has the pages' models, runs, files and packages."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache_of_the_hub))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr(datasets, "load_dataset", partial(load_dataset, datasets.load_dataset))

@@ -68,7 +68,7 @@ server.run()
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
-    """Gives the fenced blocks of a page in some languages."""
+    """Returns the fenced blocks of a page in some languages."""
     named = "|".join(languages)
     return re.findall(rf"^```(?:{named})\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 

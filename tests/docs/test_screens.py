@@ -22,7 +22,7 @@ LAUNCH = "distributed_type: 'NO'\ngradient_accumulation_steps: 4\n"
 
 
 def screens(page: str) -> list[tuple[str, list[str]]]:
-    """Gives the commands of a page, or "" where none is shown, and the lines behind each."""
+    """Returns the commands of a page, or "" where none is shown, and the lines behind each."""
     found = []
     for block in blocks(ROOT / "docs" / f"{page}.md", "text"):
         first, _, rest = block.partition("\n")
@@ -32,7 +32,7 @@ def screens(page: str) -> list[tuple[str, list[str]]]:
 
 
 def printed(command: str, columns: int = 120) -> list[str]:
-    """Gives what a command prints, its lines without trailing spaces."""
+    """Returns what a command prints, its lines without trailing spaces."""
     shown = CliRunner().invoke(app.app, command.split()[1:], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
     return [line.rstrip() for line in shown.output.splitlines()]
 

@@ -31,7 +31,7 @@ STUDENTS_T = {3: 4.303}
 
 
 def errors_of_forecasts() -> list[float]:
-    """Gives the worst and median error of a peak, and the worst of any phase, in percent."""
+    """Returns the worst and median error of a peak, and the worst of any phase, in percent."""
     errors = [one["errors"] for one in results("forecast_error")["results"].values()]
     peaks = [100 * abs(one["peak"]) for one in errors]
     phases = [100 * abs(error) for one in errors for phase, error in one.items() if phase != "peak"]
@@ -139,7 +139,7 @@ def reserved() -> list[float]:
 
 
 def of_random_runs(*numbers: int) -> list[list[float]]:
-    """Gives by how many percent the peaks of some runs were off, and their megabytes."""
+    """Returns by how many percent the peaks of some runs were off, and their megabytes."""
     found = [results("forecast_random_cpu")["results"][f"1125/{number}"] for number in numbers]
     return [[100 * abs(one["errors"]["peak"]) for one in found], [one["held_peak_bytes"] / MB for one in found]]
 
@@ -164,7 +164,7 @@ def before_turn_credit() -> list[float]:
 
 
 def beside_plain(column: str) -> list[float]:
-    """Gives mean and interval of what turn-level credit adds, seed by seed, without and with rewards of turns."""
+    """Returns mean and interval of what turn-level credit adds, seed by seed, without and with rewards of turns."""
     plain, *others = results("turn_credit")["runs"].values()
     found = []
     for tries in others:
@@ -175,7 +175,7 @@ def beside_plain(column: str) -> list[float]:
 
 
 def invariance(weights: str, dtype: str, *cuts: str, family: str = ".*") -> list[float]:
-    """Gives how far gradients are apart at most, by networks, of the mode's pieces."""
+    """Returns how far gradients are apart at most, by networks, of the mode's pieces."""
     pieces = results("batch_invariance")["pieces"]
     wanted = re.compile(f"invariant {family} {dtype} {weights}")
     found = [one["gradients"]["cuts"] for name, one in pieces.items() if wanted.fullmatch(name)]
@@ -305,7 +305,7 @@ def most_held(example: str) -> list[float]:
 
 
 def foreseen(example: str, words: str = "") -> list[float]:
-    """Gives the least and the most that critics foresaw in the end."""
+    """Returns the least and the most that critics foresaw in the end."""
     found = [one["explained_variance"] for name, one in studies(example).items() if words in name]
     return [min(found), max(found)]
 

@@ -35,13 +35,13 @@ TRAINERS: dict[type, Any] = {GRPOConfig: GRPOTrainer, RLOOConfig: RLOOTrainer, P
 
 
 def pages_with(language: str) -> list[Any]:
-    """Gives the pages that have blocks of a language."""
+    """Returns the pages that have blocks of a language."""
     found = [page for page in PAGES if blocks(page, language)]
     return [pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW else (), id=page.stem) for page in found]
 
 
 def rewards_for(config: TrainerConfig) -> list[Any]:
-    """Gives a reward function under each name that the objectives of a run ask for."""
+    """Returns a reward function under each name that the objectives of a run ask for."""
 
     def named(name: str) -> Any:
         def reward(completions: Any, **columns: Any) -> list[float]:
@@ -146,7 +146,7 @@ STANDS_FOR |= {"FILE": "run.yaml", "CONFIG.yaml": "run.yaml"}
 
 
 def commands_of(page: Path) -> list[list[str]]:
-    """Gives the words of each `memsafe-rl` command of a page, in blocks and in sentences."""
+    """Returns the words of each `memsafe-rl` command of a page, in blocks and in sentences."""
     text = "\n".join(blocks(page, "bash", "text")).replace("\\\n", " ")
     shown = re.findall(r"^ *(?:\$ )?memsafe-rl (.*?)(?: &)?$", text, flags=re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in shown]

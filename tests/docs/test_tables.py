@@ -19,7 +19,7 @@ Row = tuple[str, list[float]]
 
 
 def table_behind(page: str, text: str) -> list[list[str]]:
-    """Gives the rows of the first table behind a text, without its head."""
+    """Returns the rows of the first table behind a text, without its head."""
     lines = (ROOT / page).read_text().partition(text)[2].splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("|"))
     rows = []
@@ -39,7 +39,7 @@ def agrees(shown: str, value: float) -> bool:
 
 
 def differing(shown: Sequence[str], values: Sequence[float]) -> list[tuple[str, float]]:
-    """Gives the numbers that are not those of the result file, each beside it."""
+    """Returns the numbers that are not those of the result file, each beside it."""
     return [pair for pair in zip(shown, values, strict=True) if not agrees(*pair)]
 
 
@@ -163,7 +163,7 @@ def host_weights() -> list[Row]:
 
 
 def of_seeds(tries: list[Any], *columns: str, scale: float = 100.0) -> list[float]:
-    """Gives mean and deviation of each column."""
+    """Returns mean and deviation of each column."""
     taken = [[scale * one[column] for one in tries] for column in columns]
     return [figure for column in taken for figure in (mean(column), stdev(column))]
 
@@ -394,7 +394,7 @@ def random_runs() -> list[Row]:
 
 
 def of_series(runs: Any) -> list[float]:
-    """Gives how many runs there are, errors of peaks and updates in percent, and the phase that is furthest off."""
+    """Returns how many runs there are, errors of peaks and updates in percent, and the phase that is furthest off."""
     peaks, updates = ([100 * one["errors"][phase] for one in runs.values()] for phase in ("peak", "update"))
     phases = [
         (100 * error, int(name.rpartition("/")[2]))
@@ -451,7 +451,7 @@ def larger_networks() -> list[Row]:
 
 
 def studies(example: str) -> dict[str, Any]:
-    """Gives what an example found, by the words behind its name."""
+    """Returns what an example found, by the words behind its name."""
     runs = results("studies")["runs"]
     return {name.removeprefix(f"{example} "): one for name, one in runs.items() if name.startswith(f"{example} ")}
 

@@ -29,7 +29,7 @@ GOOD = Completion(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2), finished
 
 
 def engine(*, drops: int = 0, **changes: Any) -> Engine:
-    """Gives the same completion for every row, but for some that it drops."""
+    """Returns the same completion for every row, but for some that it drops."""
     bad = replace(GOOD, **changes)
 
     def draw(request: Any, plan: Any) -> list[Completion]:

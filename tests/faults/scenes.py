@@ -40,7 +40,7 @@ class HalvingPolicy(FixedPolicy):
     """Starts with the plans it is given; halves every cut of a plan that failed."""
 
     def after_oom(self, plan: Any, failure: MemoryFailure) -> Any:
-        """Gives the plan with everything halved, None once nothing can be."""
+        """Returns the plan with everything halved, None once nothing can be."""
         names = ("rows_in_flight", "prefill_tokens", "score_tokens", "micro_batch_tokens", "logprob_tile")
         leaner = replace(plan, **{name: max(1, getattr(plan, name) // 2) for name in names if hasattr(plan, name)})
         return None if leaner == plan else leaner
@@ -248,7 +248,7 @@ def pay_for_brevity(prompts: Sequence[str], completion_ids: Sequence[Sequence[in
 
 
 def _noted(values: list[Any]) -> list[Any]:
-    """Gives what can be compared: states as numbers without their last digits, which other waves may round."""
+    """Returns what can be compared: states as numbers without their last digits, which other waves may round."""
     if not isinstance(values[0], Tensor):
         return values
     return [value.double().flatten().round(decimals=9).tolist() for value in values]

@@ -411,6 +411,6 @@ def _same_sample(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _relative(difference: Tensor, whole: Tensor) -> float:
-    """Gives a norm over another one; 0 where both vanish."""
+    """Returns a norm over another one; 0 where both vanish."""
     apart = float(difference.norm())
     return apart / float(whole.norm()) if apart else 0.0

@@ -123,7 +123,7 @@ class Watched:
             self.start = self.weights()
 
     def weights(self) -> Tensor:
-        """Gives the trained weights end to end, float64, where no limit binds."""
+        """Returns the trained weights end to end, float64, where no limit binds."""
         return end_to_end(self._weights())
 
     def put_back(self) -> None:

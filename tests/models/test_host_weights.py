@@ -43,7 +43,7 @@ def adapted(layers: int = BLOCKS, hidden: int = 64, **settings: Any) -> Any:
 
 
 def pass_of(model: Any, *, recompute: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Gives logits and gradients of one pass."""
+    """Returns logits and gradients of one pass."""
     ids = torch.arange(15).reshape(3, 5)
     model.zero_grad()
     with recomputed(find_blocks(model)) if recompute else nullcontext():

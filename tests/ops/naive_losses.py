@@ -40,7 +40,7 @@ def at(value: torch.Tensor | None, row: int, column: int) -> torch.Tensor | None
 
 
 def naive_loss(inputs: LossInputs, settings: LossSettings, counts: Denominators) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gives the loss and the sum of its terms' absolute values."""
+    """Returns the loss and the sum of its terms' absolute values."""
     terms = []
     for row in range(len(inputs.mask_BT)):
         columns = [t for t in range(inputs.mask_BT.shape[1]) if inputs.mask_BT[row, t]]

@@ -168,7 +168,7 @@ def train_rank(rank: int, port: int, folder: str) -> None:
 
 
 def rest(folder: str | Path) -> dict[str, Any]:
-    """Gives the settings of a run; beside a folder "teacher", of one that learns from the network in it."""
+    """Returns the settings of a run; beside a folder "teacher", of one that learns from the network in it."""
     found = {name: value for name, value in SETTINGS.items() if name != "num_generations"}
     teacher = Path(folder) / "teacher"
     if teacher.exists():

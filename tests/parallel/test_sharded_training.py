@@ -317,7 +317,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_three(case: str, ranks: list[Any],
 
 
 def resumed_apart(resumed: torch.Tensor, run: dict[str, Any]) -> float:
-    """Gives how far a resumed run ended from one that went on, of the way that this one went."""
+    """Returns how far a resumed run ended from one that went on, of the way that this one went."""
     return float((resumed - run["end"]).norm() / (run["end"] - run["start"]).norm())
 
 

@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 def config_for(folder: Path, **settings: Any) -> GRPOConfig:
-    """Gives the settings of a short run whose completions have their full length."""
+    """Returns the settings of a short run whose completions have their full length."""
     length = settings.get("max_completion_length", LENGTH)
     defaults: dict[str, Any] = {
         "num_generations": 4,
@@ -40,7 +40,7 @@ def alternating(completions: list[str], **_: Any) -> list[float]:
 
 
 def prompts(count: int = 8, length: int = 20) -> Dataset:
-    """Gives prompts of one length."""
+    """Returns prompts of one length."""
     return Dataset.from_dict({"prompt": [f"{index:02d}".ljust(length, ".") for index in range(count)]})
 
 

@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     folder: Path, family: str = "qwen3", lora: dict[str, Any] | None = None, tokens: tuple[int, ...] = (), **more: Any
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Gives the peaks of a run by phase, forecast and held."""
+    """Returns the peaks of a run by phase, forecast and held."""
     prompts = [f"{index:02d}".ljust(length, ".") for index, length in enumerate(tokens or (20,) * 8)]
     given = {
         "train_dataset": Dataset.from_dict({"prompt": prompts}),

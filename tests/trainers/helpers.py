@@ -117,7 +117,7 @@ def trained(trainer: PPOTrainer) -> torch.Tensor:
 
 
 def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
-    """Gives the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
+    """Returns the gradient of a step, of the policy and of the critic, as it is when weights are about to move."""
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     for _ in range(steps - 1):
@@ -127,7 +127,7 @@ def gradient_of(trainer: PPOTrainer, steps: int = 1) -> torch.Tensor:
 
 
 def gradient_under(trainer: PPOTrainer, policy: FixedPolicy | None = None) -> torch.Tensor:
-    """Gives the gradient of the step that comes next, cut by another policy than the trainer's where one is given."""
+    """Returns the gradient of the step that comes next, cut by another policy than the trainer's where one is given."""
     state, learner = trainer.loop.state, trainer.loop.learner
     trajectory = state.rollout.trajectory
     rows = trajectory.rows_of(learner.rows(state.cursor))

@@ -63,7 +63,7 @@ def play(output_dir: Path, **more: Any) -> Any:
 
 
 def own_logits(model: Any, reader: Any, condition: list[int], actions: list[int], known: Any = None) -> Tensor:
-    """Gives the logits of a row's completion by the model's own forward on the pixels of its context."""
+    """Returns the logits of a row's completion by the model's own forward on the pixels of its context."""
     read = reader.read_in_contexts()
     plain = reader.plain(condition)
     images = next(([read["images"][one] for one in shown] for ids, shown in read["contexts"] if ids == plain), [])
@@ -79,7 +79,7 @@ def own_logits(model: Any, reader: Any, condition: list[int], actions: list[int]
 
 
 def taken(logits_TV: Tensor, actions_T: Tensor, never: list[int]) -> Tensor:
-    """Gives the log-probs of actions, where some tokens are never drawn."""
+    """Returns the log-probs of actions, where some tokens are never drawn."""
     logits_TV = logits_TV.index_fill(1, torch.tensor(never, dtype=torch.int64), -torch.inf)
     return logits_TV.log_softmax(-1).gather(1, actions_T[:, None])[:, 0]
 
@@ -156,7 +156,7 @@ CALLS = {
 
 
 def looking(called: list[int]) -> Any:
-    """Gives a tool that shows a picture, and notes where it was looked."""
+    """Returns a tool that shows a picture, and notes where it was looked."""
 
     def look(place: int) -> Any:
         """Looks closer.
@@ -257,7 +257,7 @@ def test_a_network_of_a_dataset_of_texts_sees_what_tools_show(tmp_path: Path) ->
 
 
 def calling(family: str) -> Any:
-    """Gives a processor some of whose words are calls, and whose template names tools."""
+    """Returns a processor some of whose words are calls, and whose template names tools."""
     known = processor(family)
     plain = known.tokenizer.backend_tokenizer.to_str()
     for word, call in CALLS.items():

@@ -46,12 +46,12 @@ def learner(family: str = "qwen2_vl", dtype: torch.dtype = torch.float32) -> Any
 
 
 def shown() -> list[dict[str, Any]]:
-    """Gives rows two of which show the same image, and one of which shows none."""
+    """Returns rows two of which show the same image, and one of which shows none."""
     return [*rows()[:3], {**rows()[3], "images": rows()[0]["images"]}]
 
 
 def logprobs_of(model: Any, row: dict[str, Any], ids: Tensor) -> Tensor:
-    """Gives log-probs of a completion by the model's own forward on pixels."""
+    """Returns log-probs of a completion by the model's own forward on pixels."""
     return own_logits(model, row, ids.tolist())[:-1].log_softmax(-1).gather(1, ids[:, None])[:, 0]
 
 
@@ -185,7 +185,7 @@ def passes_of(trainer: Any) -> list[bool]:
 
 
 def features_of(trainer: Any) -> list[Any]:
-    """Gives the features that are kept."""
+    """Returns the features that are kept."""
     return list(trainer.setup.models.reader.kept()[0].features.values())
 
 

@@ -75,7 +75,7 @@ def family_of(model: Any) -> str:
 
 
 def own_logits(model: Any, row: dict[str, Any], completion: list[int]) -> Tensor:
-    """Gives logits at and after the prompt's end by the model's own forward, one row alone; images as pixels."""
+    """Returns logits at and after the prompt's end by the model's own forward, one row alone; images as pixels."""
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
     output = model(**own_inputs(family_of(model), row, completion))
@@ -95,7 +95,7 @@ def naive_tokens(model: Any, row: dict[str, Any], prompt: int, sample: int) -> l
 
 
 def naive_run(model: Any) -> tuple[list[list[int]], Tensor]:
-    """Gives the tokens of a whole batch and the gradient of their first step."""
+    """Returns the tokens of a whole batch and the gradient of their first step."""
     tokenizer = processor(family_of(model)).tokenizer
     drawn = [naive_tokens(model, row, place, one) for place, row in enumerate(rows()) for one in range(GROUP)]
     owners = [row for row in rows() for _ in range(GROUP)]

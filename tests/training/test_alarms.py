@@ -37,7 +37,7 @@ HEALTHY = {"completions/clipped_ratio": 0.0, "frac_reward_zero_std": 0.0, "rewar
 
 
 def heard(watch: AlarmWatch, name: str, values: list[float | None], **others: float) -> list[int]:
-    """Gives the steps at which the values of one metric gave alarms; None for a step without it."""
+    """Returns the steps at which the values of one metric gave alarms; None for a step without it."""
     steps = []
     for step, value in enumerate(values, start=1):
         metrics = {**HEALTHY, **others, name: value}

@@ -76,7 +76,7 @@ TWO: dict[str, Any] = {"reward_funcs": [digits, few_digits], "objectives": OBJEC
 
 
 def of_one(tmp_path: Path, reward: Any, beta: float, **settings: Any) -> torch.Tensor:
-    """Gives the gradient of a run that has but this reward, and knows nothing of objectives."""
+    """Returns the gradient of a run that has but this reward, and knows nothing of objectives."""
     return gradient_of(make_trainer(tmp_path, reward_funcs=reward, beta=beta, alarms=False, **settings))
 
 

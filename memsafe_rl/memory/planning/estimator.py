@@ -395,7 +395,7 @@ def _sampler_bytes(geometry: ModelGeometry, rows: int) -> int:
 
 
 def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
-    """Gives the tokens of one forward beyond which more are not worth their memory."""
+    """Returns the tokens of one forward beyond which more are not worth their memory."""
     if geometry.unit is not None:
         elements = _CPU_FULL_SPEED_ELEMENTS if device == "cpu" else _FULL_SPEED_ELEMENTS
         return max(1, elements // max(1, geometry.hidden_size))
@@ -406,7 +406,7 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
 
 
 def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
-    """Gives the tokens of one forward over packed rows beyond which more are not worth their memory.
+    """Returns the tokens of one forward over packed rows beyond which more are not worth their memory.
 
     What rows share and a micro-batch has no room for is run again, or held while small micro-batches run beside it:
     as many tokens as are fast, doubled until both cost at most a twentieth more than rows that share nothing.
@@ -423,7 +423,7 @@ def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
 
 
 def full_speed_rows(device: str, work: RolloutWork) -> int:
-    """Gives the sequences decoded together beyond which more are not worth their memory."""
+    """Returns the sequences decoded together beyond which more are not worth their memory."""
     worth = _FULL_SPEED_ROWS
     if work.geometry.unit is not None:
         worth = min(worth, full_speed_tokens(device, work.geometry))
@@ -435,7 +435,7 @@ def full_speed_rows(device: str, work: RolloutWork) -> int:
 
 
 def full_speed_tile(device: str, work: UpdateWork) -> int:
-    """Gives the completion tokens whose logits exist together beyond which more are not faster."""
+    """Returns the completion tokens whose logits exist together beyond which more are not faster."""
     if work.geometry.unit is not None:
         return _LEAST_TILE  # there are no logits
     least = _LEAST_TILE if device == "cpu" else min(_ACCELERATOR_TILE, sum(work.action_tokens))

@@ -89,7 +89,7 @@ class MemoryPolicy(ABC):
         """
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:  # noqa: ARG002
-        """Gives the next plan to try after one failed, or None to give up.
+        """Returns the next plan to try after one failed, or None to give up.
 
         Args:
             plan: the plan that failed twice.
@@ -121,11 +121,11 @@ class FixedPolicy(MemoryPolicy):
         check_plan(self.update, UpdatePlan)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
-        """Gives the fixed rollout plan, with what it is predicted to hold."""
+        """Returns the fixed rollout plan, with what it is predicted to hold."""
         return with_prediction(self.rollout, work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Gives the fixed update plan, with what it is predicted to hold."""
+        """Returns the fixed update plan, with what it is predicted to hold."""
         return with_prediction(self.update, work, memory)
 
 
@@ -203,7 +203,7 @@ class AdaptivePolicy(MemoryPolicy):
         return tuple(name for name in LOSSLESS if name != "checkpointing" or self.checkpointing is None)
 
     def _fallbacks(self, phase: Phase, memory: MemoryState) -> tuple[Fallback, ...]:
-        """Gives the fallbacks worth planning with; waves shrink prompts too, and only known state can be offloaded."""
+        """Returns the fallbacks worth planning with; waves shrink prompts too; only known state can be offloaded."""
         left_out = {"prefill_tokens", "resident_blocks"} | (set() if memory.optimizer_bytes else {"park_optimizer"})
         names = [name for name in self._names() if name not in left_out]
         return tuple(replace(found, step=found.fine_step or found.step) for found in fallbacks_named(names, phase))
@@ -285,7 +285,7 @@ class WithinBudget(MemoryPolicy):
 
 
 def _reference_away(geometry: ModelGeometry, memory: MemoryState) -> int | None:
-    """Gives the blocks on the device where a reference's are all away, which an update need not bring back."""
+    """Returns the blocks on the device where a reference's are all away, which an update need not bring back."""
     away = memory.resident_blocks is not None and memory.resident_blocks <= geometry.model_blocks
     return geometry.model_blocks if away and geometry.reference_blocks else None
 
@@ -368,7 +368,7 @@ lengths and effective batch are not theirs to change. A smaller budget of the ru
 
 
 def preset(name: str) -> MemoryPolicy:
-    """Gives the policy for a kind of card."""
+    """Returns the policy for a kind of card."""
     if name not in PRESETS:
         raise ConfigError(f"There is no preset {name!r} of memory policies; write one of {', '.join(PRESETS)}.")
     return PRESETS[name]

@@ -68,7 +68,7 @@ class Fallback:
 
 
 def _set(name: str, value: Any) -> Step:
-    """Gives the step that sets a field, from which none leads further down."""
+    """Returns the step that sets a field, from which none leads further down."""
 
     def step(plan: Any, work: Work) -> Any:  # noqa: ARG001
         return None if getattr(plan, name) == value else replace(plan, **{name: value})
@@ -77,7 +77,7 @@ def _set(name: str, value: Any) -> Step:
 
 
 def _halved(plan: Plan, name: str, size: int) -> Plan | None:
-    """Gives a plan half of a size, down to one."""
+    """Returns a plan half of a size, down to one."""
     half: Any = {name: size // 2}
     return replace(plan, **half) if size > 1 else None
 
@@ -278,7 +278,7 @@ def walk(plan: Plan, work: Work, fallbacks: Sequence[Fallback]) -> Iterator[Plan
 def reachable(
     plan: Plan, work: Work, fallbacks: Sequence[Fallback], time: Callable[[Plan], float] | None = None
 ) -> list[Plan]:
-    """Gives every plan that some of the fallbacks make of one, each gone down as far as it likes, or as is fast."""
+    """Returns every plan that some of the fallbacks make of one, each gone down as far as it likes, or as is fast."""
     plans = [plan]
     for fallback in fallbacks:
         further: list[Plan] = []
@@ -373,7 +373,7 @@ class Room:
         return extra <= self._ceiling and self.demand(plan, extra) <= self._free
 
     def fitting(self, plans: Sequence[Plan]) -> list[tuple[Plan, int]]:
-        """Gives the plans that fit, with their estimates; where little or none does, those about as lean as can be."""
+        """Returns the plans that fit, with their estimates; where few or none do, about the leanest ones."""
         sized = [(plan, extra, self.demand(plan, extra)) for plan in plans for extra in (self.extra_bytes(plan),)]
         _, least_extra, least = min(sized, key=lambda entry: entry[2])
         nearly = least + _FLOOR_SLACK * self._factor * least_extra
@@ -466,7 +466,7 @@ def _tile(memory: MemoryState) -> int:
 
 
 def _ceiling(phase: Phase, work: Work, memory: MemoryState) -> float:
-    """Gives what a plan may be estimated to take: less than what failed, as long as that is known to fail again."""
+    """Returns what a plan may be estimated to take: less than what failed, as long as that is known to fail again."""
     alike = {Phase.ROLLOUT, Phase.EVALUATE} if phase is Phase.ROLLOUT else {phase}
     failures = [failure for failure in memory.failures if failure.phase in alike]
 

@@ -96,7 +96,7 @@ def _process(nvml: Any, found: Any) -> CardProcess:
 
 
 def _known(nvml: Any, ask: Callable[[], Any]) -> Any:
-    """Gives the driver's answer; None if it has none or may not give it."""
+    """Returns the driver's answer; None if it has none or may not give it."""
     try:
         return ask()
     except nvml.NVMLError:
@@ -124,7 +124,7 @@ def _by_command() -> CardsRead:
 
 
 def _ask(program: str, query: str) -> list[list[str]] | str:
-    """Gives the rows that nvidia-smi prints, or why it fails."""
+    """Returns the rows that nvidia-smi prints, or why it fails."""
     command = [program, query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)

@@ -46,7 +46,7 @@ _WRAPPING_LIBRARIES = frozenset({"accelerate", "bitsandbytes", "peft", "safetens
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an error is a device allocation that failed.
+    """Returns whether an error is a device allocation that failed.
 
     True for `torch.OutOfMemoryError`, for messages of device runtimes, their libraries and the CPU allocator that begin
     by saying so, and for errors raised ``from`` one of these by a library. False for `MemoryError`, of Python's own

@@ -65,7 +65,7 @@ def offloaded(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def _stayed(tensor: Tensor, version: int) -> Tensor:
-    """Gives a saved tensor that was left where it was; autograd leaves the check to whoever keeps a tensor."""
+    """Returns a saved tensor that was left where it was; autograd leaves the check to whoever keeps a tensor."""
     if tensor._version != version:
         raise RuntimeError(
             f"A tensor of shape {tuple(tensor.shape)} that the gradient needs was changed in place after the forward "
@@ -86,7 +86,7 @@ class _Piece:
 
 @torch.no_grad()
 def _brought_back(piece: _Piece, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None) -> Tensor:
-    """Gives a saved tensor as it lay in its piece; no offset where the piece is the tensor without its gaps."""
+    """Returns a saved tensor as it lay in its piece; no offset where the piece is the tensor without its gaps."""
     if offset is not None:
         return _onto_device(piece).as_strided(shape, strides, offset)
     target = torch.empty_strided(shape, strides, dtype=piece.elements.dtype, device=piece.device)
@@ -108,7 +108,7 @@ class _Offload:
 
     @torch.no_grad()
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Gives what autograd calls for the tensor."""
+        """Returns what autograd calls for the tensor."""
         # Without its graph, for a tensor that an operator saves of its own output would keep itself alive.
         saved = tensor.detach()
         if not self._moves(saved):

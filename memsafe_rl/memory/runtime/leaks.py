@@ -38,7 +38,7 @@ class Streak:
     paused: bool = False  # whether any growth was followed by an observation without
 
     def after(self, step: int, live_bytes: int, steps_per_rollout: int = 1) -> Streak:
-        """Gives the streak once another step was observed."""
+        """Returns the streak once another step was observed."""
         if live_bytes == self.live_bytes and self.growths and self.flat + 1 < steps_per_rollout:
             return replace(self, flat=self.flat + 1)
         if live_bytes <= self.live_bytes:
@@ -126,7 +126,7 @@ def find_strays(
 
 
 def _unowned(known: Iterable[Tensor], device: torch.device | None) -> dict[Kind, list[int]]:
-    """Gives the bytes of each tensor among Python's objects that is not known, by kind."""
+    """Returns the bytes of each tensor among Python's objects that is not known, by kind."""
     owned = {tensor.untyped_storage().data_ptr() for tensor in known if type(tensor) in (Tensor, nn.Parameter)}
     kinds: dict[Kind, list[int]] = {}
     for thing in gc.get_objects():

@@ -84,7 +84,7 @@ def _tried(function: Callable[..., T], *values: Any, **named: Any) -> T | _Faile
 
 
 def under(plan: Plan) -> Attempt[Plan]:
-    """Gives attempts that run every unit once, under one plan, and catch nothing."""
+    """Returns attempts that run every unit once, under one plan, and catch nothing."""
 
     def run(unit: Callable[[Plan], T], undo: Callable[[], None] | None = None) -> T:  # noqa: ARG001
         return unit(plan)

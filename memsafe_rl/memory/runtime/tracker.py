@@ -63,7 +63,7 @@ class Holdings:
         return sum(tensor.nbytes for tensor in held) // parts, sum(tensor.nbytes for tensor in offloaded) // parts
 
     def tensors(self) -> list[Tensor]:
-        """Gives the tensors that may outlive a step."""
+        """Returns the tensors that may outlive a step."""
         return [*map(local_part, weights_of(*self.networks)), *self.optimizer(), *self.trajectory()]
 
 
@@ -102,7 +102,7 @@ class MemoryTracker:
         self._leaks = LeakWatch(torch.device(device))
 
     def fork(self) -> MemoryTracker:
-        """Gives a tracker of the same device that knows the same past and records its own future."""
+        """Returns a tracker of the same device that knows the same past and records its own future."""
         fork = copy.copy(self)
         fork.events, fork.phase_peaks, fork.phase_seconds = RecordLog(), {}, {}
         fork.reserved_peaks, fork._stranded = {}, dict(self._stranded)
@@ -111,7 +111,7 @@ class MemoryTracker:
         return fork
 
     def state(self) -> MemoryState:
-        """Gives a policy's view of the device and of this run's past."""
+        """Returns a policy's view of the device and of this run's past."""
         optimizer_bytes, parked_bytes = self._holdings.optimizer_bytes()
         return MemoryState(
             device=self._device,
@@ -225,7 +225,7 @@ class MemoryTracker:
         self._failures = (*self._failures, replace(failure, work=None, estimated_bytes=estimate))
 
     def drain(self) -> dict[str, float]:
-        """Gives peak bytes and seconds of every phase since the last call; who held them then is in `step_parts`."""
+        """Returns peak bytes and seconds of every phase since the last call; who held them then is in `step_parts`."""
         self.step_parts = self._divide_peaks()
         metrics = {f"memory/{name}_peak_bytes": float(peak) for name, peak in self.phase_peaks.items()}
         metrics |= {f"time/{name}_seconds": seconds for name, seconds in self.phase_seconds.items()}
@@ -246,7 +246,7 @@ class MemoryTracker:
         return metrics
 
     def held_bytes(self) -> dict[Component, int]:
-        """Gives the bytes held now by component: the meter's own count, else what is known and the rest."""
+        """Returns the bytes held now by component: the meter's own count, else what is known and the rest."""
         counted = self.meter.live_by_component()
         if counted:
             return dict(counted)
@@ -374,7 +374,7 @@ def held_by(
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Gives the tensors of an optimizer's state."""
+    """Returns the tensors of an optimizer's state."""
     values = [list(entries.values()) for entries in optimizer.state.values()]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 

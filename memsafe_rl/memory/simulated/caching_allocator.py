@@ -122,7 +122,7 @@ class Reserved:
     allocated: int = 0  # int, bytes of blocks handed out
 
     def over(self, other: Reserved) -> Reserved:
-        """Gives the higher of each count."""
+        """Returns the higher of each count."""
         return Reserved(*map(max, astuple(self), astuple(other)))
 
 

@@ -66,7 +66,7 @@ class CountingAllocator(ByteCounter):
         self._highest: dict[Held, _Split] = dict.fromkeys(_PEAKS, (0,) * _SPLIT)
 
     def split(self, held: Held) -> tuple[int, dict[Component, int]]:
-        """Gives how many bytes there are, and how they divide."""
+        """Returns how many bytes there are, and how they divide."""
         if held in (Held.NOW, Held.HOST_NOW):
             numbers = self._reading()[_DEVICE if held is Held.NOW else _HOST]
         else:
@@ -141,7 +141,7 @@ class CountingAllocator(ByteCounter):
                 raise refusal(storage.nbytes(), held.value, chosen=verdict == _CHOSEN)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor counts as host memory."""
+        """Returns whether a tensor counts as host memory."""
         library = self._opened()
         return any(library.memsafe_is_on_host(storage._cdata) for storage in storages_of(tensor))
 

@@ -138,7 +138,7 @@ class SimulatedMemory:
         return peaks
 
     def reserved_peaks(self) -> dict[Phase, Reserved]:
-        """Gives the highest counts of the allocator in every phase left so far; nothing without an allocator."""
+        """Returns the highest counts of the allocator in every phase left so far; nothing without an allocator."""
         peaks: dict[Phase, Reserved] = {}
         for record in self._timeline:
             if record.reserved is not None:
@@ -223,10 +223,10 @@ class SimulatedMemory:
 
 
 def open_simulations() -> tuple[SimulatedMemory, ...]:
-    """Gives the simulated devices in force, outermost first."""
+    """Returns the simulated devices in force, outermost first."""
     return tuple(_active)
 
 
 def active_simulation() -> SimulatedMemory | None:
-    """Gives the innermost simulated device in force, None outside of any."""
+    """Returns the innermost simulated device in force, None outside of any."""
     return _active[-1] if _active else None

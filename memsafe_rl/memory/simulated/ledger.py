@@ -91,7 +91,7 @@ class ByteCounter:
     host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")
 
     def split(self, held: Held) -> tuple[int, dict[Component, int]]:
-        """Gives how many bytes there are, and how they divide."""
+        """Returns how many bytes there are, and how they divide."""
         raise NotImplementedError
 
     def restart(self, held: Held) -> None:
@@ -143,7 +143,7 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
         self._parts = dict(parts)
 
     def split(self, held: Held) -> tuple[int, dict[Component, int]]:
-        """Gives how many bytes there are, and how they divide."""
+        """Returns how many bytes there are, and how they divide."""
         if held in (Held.NOW, Held.HOST_NOW):
             return (self._device if held is Held.NOW else self._host).now
         total, parts = (self._host if held is Held.HOST_PEAK else self._device).highest[held is Held.SPAN]
@@ -190,7 +190,7 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
                 self._move(entry, component)
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Tells whether a tensor counts as host memory."""
+        """Returns whether a tensor counts as host memory."""
         entries = (self._entries.get(storage._cdata) for storage in storages_of(tensor))
         return any(entry is not None and entry.arena is self._host for entry in entries)
 
@@ -304,7 +304,7 @@ class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-
         self._fail_at = self.allocations + allocations
 
     def _obtain(self, size: int, arena: _Arena) -> tuple[int, Block | None]:
-        """Asks for bytes; gives how many count, and their block."""
+        """Asks for bytes; returns how many count, and their block."""
         if arena is self._host:
             return size, None
         self.allocations += 1
@@ -357,7 +357,7 @@ def refusal(requested_bytes: int, held_bytes: int, *, chosen: bool) -> torch.Out
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Gives the tensors among arguments or results, those in lists too."""
+    """Yields the tensors among arguments or results, those in lists too."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -366,7 +366,7 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Gives the storages of a tensor; of one that is divided among ranks, of this rank's part."""
+    """Yields the storages of a tensor; of one that is divided among ranks, of this rank's part."""
     tensor = local_part(tensor)
     if type(tensor) is FakeTensor:  # whose `device` is an operator of its own
         if tensor.layout is torch.strided and tensor.fake_device.type != "meta":

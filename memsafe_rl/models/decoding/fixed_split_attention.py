@@ -60,7 +60,7 @@ class Sight:
     first: int | None = None  # slot of the first query, where queries see what is not behind themselves; else None
 
     def of(self, queries: slice, slots: int, held: int, device: torch.device) -> Tensor | None:
-        """Gives which held slots some queries see, (B or 1, heads or 1, queries or 1, slots) bool; None: all."""
+        """Returns which held slots some queries see, (B or 1, heads or 1, queries or 1, slots) bool; None: all."""
         seen = None
         if self.visible is not None:
             some = self.visible if self.visible.shape[2] == 1 else self.visible[:, :, queries]
@@ -77,7 +77,7 @@ class Sight:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, sight: Sight, *, bias: Tensor | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Gives ``softmax(cap(scale q k^T) + bias) v``, (B, H x R, N, D) of the type of the values.
+    """Returns ``softmax(cap(scale q k^T) + bias) v``, (B, H x R, N, D) of the type of the values.
 
     Queries are (B, H x R, N, D), keys and values (B, H, K, D), a bias (B or 1, H x R, N, K); sinks (H x R,) are scores
     that take weight and give nothing.
@@ -125,7 +125,7 @@ def gradients(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Gives the gradients of queries, keys, values, bias and sinks, in float32 at least, from those of the output.
+    """Returns the gradients of queries, keys, values, bias and sinks, in float32 at least, from those of the output.
 
     ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
     """
@@ -162,7 +162,7 @@ def gradients(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:
-    """Gives the output of `attend`, and the log-sum-exp of every query's scores (B, H x R, N)."""
+    """Returns the output of `attend`, and the log-sum-exp of every query's scores (B, H x R, N)."""
     heads, wide = key.shape[1], torch.promote_types(query.dtype, torch.float32)
     rows, all_heads, tokens, _ = query.shape
     keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
@@ -188,7 +188,7 @@ def forward(
 
 
 def _query_tiles(query: Tensor, key: Tensor, sight: Sight) -> Iterator[tuple[slice, int]]:
-    """Cuts the queries into tiles; gives each with the slots, in whole tiles, that any of them may see."""
+    """Cuts the queries into tiles; returns each with the slots, in whole tiles, that any of them may see."""
     tokens, held = query.shape[2], -(-key.shape[2] // TILE_KEYS) * TILE_KEYS
     for start in range(0, tokens, TILE_QUERIES):
         stop = min(tokens, start + TILE_QUERIES)
@@ -199,7 +199,7 @@ def _query_tiles(query: Tensor, key: Tensor, sight: Sight) -> Iterator[tuple[sli
 def _scored(
     products: Tensor, part: slice, held: int, bias: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor | float]:
-    """Gives scores (B, H, R, Q, K), -inf where nothing is seen, and their slopes by the product of query and key."""
+    """Returns scores (B, H, R, Q, K), -inf where nothing is seen, and their slopes by the product of query and key."""
     heads, slots = products.shape[1], products.shape[4]
     scores: Tensor = products * sight.scale
     bend: Tensor | float = sight.scale
@@ -226,7 +226,7 @@ def _products(left_BHRQD: Tensor, keys_BHKD: Tensor) -> Tensor:
 
 
 def _added(weights_BHRQK: Tensor, values_BHKD: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Mixes values for the first queries, adds tiles of slots from the first to the last; gives sums of weights too."""
+    """Mixes values for the first queries, adding tiles of slots in order; returns the sums of weights too."""
     *shape, group, queries, slots = weights_BHRQK.shape
     tiles, width = slots // TILE_KEYS, group * queries
     by_tile = weights_BHRQK.reshape(*shape, width, tiles, TILE_KEYS).transpose(2, 3).contiguous()

@@ -50,7 +50,7 @@ class PaddedState(DecodeState):
     def of_prompts(
         cls, lm: Any, prompts: Sequence[Tensor], pad_token_id: int, device: torch.device
     ) -> tuple[Tensor, PaddedState]:
-        """Reads prompts; gives logits (B, V) of the next tokens, and the cache."""
+        """Reads prompts; returns logits (B, V) of the next tokens, and the cache."""
         width = max(int(prompt.shape[0]) for prompt in prompts)
         pads = tuple(width - int(prompt.shape[0]) for prompt in prompts)
         ids_BL = pad_sequence(list(prompts), True, pad_token_id, "left")
@@ -70,7 +70,7 @@ class PaddedState(DecodeState):
         return sum(storage.nbytes() for storage in storages.values())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives all that the layers hold: keys and values, or the states of recurrent layers."""
+        """Yields all that the layers hold: keys and values, or the states of recurrent layers."""
         held = tree_leaves([vars(layer) for layer in self.cache.layers])
         return (tensor for tensor in held if isinstance(tensor, Tensor) and tensor.ndim)
 

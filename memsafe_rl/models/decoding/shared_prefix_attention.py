@@ -63,7 +63,7 @@ def biases_left_out(modules: Iterable[Any]) -> Iterator[None]:
 
 
 def _no_bias(module: Any, *_args: Any, **_kwargs: Any) -> Tensor:
-    """Gives a bias over no keys."""
+    """Returns a bias over no keys."""
     weight: Tensor = module.relative_attention_bias.weight
     return weight.new_empty(1, weight.shape[1], 1, 0)
 
@@ -129,22 +129,22 @@ class Reading:
 
     @property
     def positions(self) -> Tensor:
-        """Gives the position of each token read, (B, N) int64 on the device."""
+        """Returns the position of each token read, (B, N) int64 on the device."""
         return self._from(self.state.counts[2, :, None])
 
     def _from(self, first_B1: Tensor) -> Tensor:
-        """Gives the positions of the tokens that each row reads from a first one on."""
+        """Returns the positions of the tokens that each row reads from a first one on."""
         return first_B1 if self.tokens == 1 else first_B1 + torch.arange(self.tokens, device=first_B1.device)
 
     def _slots_to_fill(self, layer: int) -> int | Tensor:
-        """Gives where the tokens read go in a layer's suffixes, found once for all layers of as many slots."""
+        """Returns where the tokens read go in a layer's suffixes, found once for all layers of as many slots."""
         slots = self.state.slots_of(layer)
         if slots not in self._filled:
             self._filled[slots] = self.state.places_of(slots, self.counts)
         return self._filled[slots]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> list[Tensor]:
-        """Gives the attention of one layer's queries over prompts and suffixes, or what `_merged` makes it of."""
+        """Returns the attention of one layer's queries over prompts and suffixes, or what `_merged` makes it of."""
         state, drawn = self.state, self.counts is None
         if drawn:
             state.store(layer, key, value, self._slots_to_fill(layer))
@@ -166,7 +166,7 @@ class Reading:
         return [_joined(list(alike)) for alike in zip(*parts, strict=True)]
 
     def attend_source(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        """Gives the cross-attention of one layer's queries, over what an encoder read."""
+        """Returns the cross-attention of one layer's queries, over what an encoder read."""
         parts = []
         for segment in self.state.segments():
             source, asked = segment.block.source, _rows_of(query, segment)
@@ -187,7 +187,7 @@ class Reading:
     def _attend_by_kernel(
         self, segment: Segment, layer: int, query: Tensor, keys: list[Tensor], values: list[Tensor], scoring: Scoring
     ) -> tuple[Tensor, ...]:
-        """Attends to prompts and to suffixes by a kernel each; gives outputs and log-sum-exps of both."""
+        """Attends to prompts and to suffixes by a kernel each; returns outputs and log-sum-exps of both."""
         mask, own_mask = self._masks_of(segment, layer, query.dtype, scoring.bias)
         out, lse = _kernel(segment.grouped(query), keys[0], values[0], mask, scoring)
         own_out, own_lse = _kernel(query, keys[1], values[1], own_mask, scoring)
@@ -197,7 +197,7 @@ class Reading:
     def _masks_of(
         self, segment: Segment, layer: int, dtype: torch.dtype, bias: nn.Module | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gives what is added to the scores of prompts and of suffixes."""
+        """Returns what is added to the scores of prompts and of suffixes."""
         hidden, width = self._hidden_keys(segment, layer), segment.block.keys[layer].shape[2]
         mask = None if hidden is None else _added(hidden, dtype)[:, None]
         if bias is not None:
@@ -210,7 +210,7 @@ class Reading:
 
     @_once
     def _source_mask(self, segment: Segment, layer: int, dtype: torch.dtype) -> Tensor | None:
-        """Gives what is added to the scores of what an encoder read, (P, 1, share, L)."""
+        """Returns what is added to the scores of what an encoder read, (P, 1, share, L)."""
         hidden = self._hidden_source(segment, layer)
         return None if hidden is None else segment.grouped(_added(hidden, dtype)[:, None])
 
@@ -256,7 +256,7 @@ class Reading:
     def _held_by(
         self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Gives keys and values that one segment attends to: prompts', suffixes' and those that are in neither yet."""
+        """Returns the keys and values that a segment attends to: prompts', suffixes' and those in neither yet."""
         state, block = self.state, segment.block
         used = self._used(segment, state.slots_of(layer))
         keys, values = [block.keys[layer]], [block.values[layer]]
@@ -295,7 +295,7 @@ class Reading:
 
     @_once
     def _hidden_keys(self, segment: Segment, layer: int) -> Tensor | None:
-        """Gives the keys outside of prompt, suffix, past or window, (rows, N, K) bool; None if none."""
+        """Returns the keys outside of prompt, suffix, past or window, (rows, N, K) bool; None if none."""
         state, block, window = self.state, segment.block, self.state.windows[layer]
         lengths = [state.lengths[row] for row in segment.rows]
         prompts = list(map(attrgetter("base"), state.origins[segment.rows.start : segment.rows.stop]))
@@ -316,7 +316,7 @@ class Reading:
         return hidden_BNK
 
     def _places(self, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
-        """Gives the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
+        """Returns the place of each token read (rows, N) and of each key (rows, K) in its row; -1 for padding."""
         state, block, ring = self.state, segment.block, self.state.slots_of(layer)
         used = self._used(segment, ring)
         dropped = [block.dropped[layer][prompt] for prompt in segment.prompts]
@@ -336,7 +336,7 @@ class Reading:
 
     @_once
     def _biased(self, segment: Segment, layer: int, module: nn.Module, by_place: int = 0) -> Tensor:
-        """Gives what T5 adds to scores, (rows or 1, H × R, N, K), for keys in order or in ``by_place`` slots."""
+        """Returns what T5 adds to scores, (rows or 1, H × R, N, K), for keys in order or in ``by_place`` slots."""
         farthest = max(self.state.positions) + self.tokens
         if not by_place and self._is_plain(segment, layer):  # keys lie in the order of their tokens, the last nearest
             table_1HNW = self._bias_table(module, farthest)
@@ -357,7 +357,7 @@ class Reading:
         return alike and {*self.state.bases} == {width} and max(self.state.positions) + 1 == width + used
 
     def _bias_table(self, module: Any, farthest: int) -> Tensor:
-        """Gives the network's table of distances of a last token to all before, (1, H × R, 1, W), the nearest last."""
+        """Returns the network's biases by distance from a last token to all before, (1, H × R, 1, W), nearest last."""
         table = self.state.constants.get(id(module))
         if table is None or table.shape[3] < farthest:
             most = whole_blocks(2 * farthest)  # each step asks for one more
@@ -367,7 +367,7 @@ class Reading:
 
     @_once
     def _hidden_source(self, segment: Segment, layer: int) -> Tensor | None:
-        """Gives the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
+        """Returns the padding of prompts that an encoder read, (rows, 1, L) bool; None if there is none."""
         source = cast(PromptBlock, segment.block.source)
         width, lengths = source.keys[layer].shape[2], [source.lengths[prompt] for prompt in segment.prompts]
         if min(lengths) == width:
@@ -385,14 +385,14 @@ def _has_kernel(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> 
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Gives attention (B, H × R, N, D) and its log-sum-exp (B, H × R, N), by the CPU's flash kernel."""
+    """Returns attention (B, H × R, N, D) and its log-sum-exp (B, H × R, N), by the CPU's flash kernel."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = kernel(query, key, value, 0.0, False, attn_mask=mask, scale=scoring.scale)
     return out, lse
 
 
 def _added(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gives a mask to be added to scores: half of the lowest number, so that a row that sees nothing weighs 0."""
+    """Returns a mask to be added to scores: half of the lowest number, so that a row that sees nothing weighs 0."""
     return torch.zeros((), dtype=dtype, device=hidden.device).where(~hidden, torch.finfo(dtype).min / 2)
 
 
@@ -532,7 +532,7 @@ def _attend_in_step(
 
 
 def _attend_on_fakes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gives outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) without values."""
+    """Returns outputs (B, H × R, N, D) and log-sum-exps (B, H × R, N, 1) without values."""
     if not key.shape[2]:  # a mark: cross-attention has one part
         return query.new_empty(query.shape), query.new_empty(0), query.new_empty(0), query.new_empty(0)
     outs, lses = (*query.shape[:3], value.shape[3]), (*query.shape[:3], 1)

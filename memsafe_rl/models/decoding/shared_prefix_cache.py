@@ -49,7 +49,7 @@ class PromptBlock:
         return self.kept_whole or bool(self.waiting)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives all keys and values."""
+        """Yields all keys and values."""
         yield from (*self.keys, *self.values)
         if self.source is not None:
             yield from self.source.tensors()
@@ -157,7 +157,7 @@ class SharedPrefixState:
 
     @classmethod
     def of_prompts(cls, block: PromptBlock, windows: tuple[int | None, ...], device: torch.device) -> SharedPrefixState:
-        """Gives one row for each prompt of a block; they have drawn nothing."""
+        """Returns one row for each prompt of a block; they have drawn nothing."""
         origins = tuple(Origin(block, prompt, length) for prompt, length in enumerate(block.lengths))
         return cls(windows, origins, [0] * len(origins), device)
 
@@ -197,7 +197,7 @@ class SharedPrefixState:
 
     @property
     def counts(self) -> Tensor:
-        """Gives bases, lengths and positions on the device, (3, B) int64; taken there once while rows stay."""
+        """Returns bases, lengths and positions on the device, (3, B) int64; taken there once while rows stay."""
         if self._counts is None:
             self._counts = torch.tensor([self.bases, self.lengths, self.positions], device=self.device)
         return self._counts
@@ -212,7 +212,7 @@ class SharedPrefixState:
             self._counts[1:].add_(1)
 
     def constant(self, values: tuple[int, ...]) -> Tensor:
-        """Gives whole numbers on the device, (B, 1) int64; taken there when they are first asked for."""
+        """Returns whole numbers on the device, (B, 1) int64; taken there when they are first asked for."""
         if values not in self.constants:
             self.constants[values] = torch.tensor(values, device=self.device)[:, None]
         return cast(Tensor, self.constants[values])
@@ -225,7 +225,7 @@ class SharedPrefixState:
         return self._segments
 
     def tensors(self) -> Iterator[Tensor]:
-        """Gives all keys and values held."""
+        """Yields all keys and values held."""
         for block in self.prompt_blocks():
             yield from block.tensors()
         yield from (*self.keys, *self.values)
@@ -235,7 +235,7 @@ class SharedPrefixState:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors())
 
     def prompt_blocks(self) -> list[PromptBlock]:
-        """Gives the blocks that the rows follow, each once."""
+        """Returns the blocks that the rows follow, each once."""
         return list({id(origin.block): origin.block for origin in self.origins}.values())
 
     def select(self, rows: Sequence[int]) -> SharedPrefixState:
@@ -247,7 +247,7 @@ class SharedPrefixState:
         return state
 
     def _beginning(self, origins: Sequence[Origin], lengths: list[int]) -> SharedPrefixState:
-        """Gives a state of other rows, with no suffixes yet."""
+        """Returns a state of other rows, with no suffixes yet."""
         capacity = whole_blocks(max(lengths, default=0))
         return SharedPrefixState(
             self.windows, tuple(origins), lengths, self.device, capacity=capacity, constants=self.constants
@@ -438,7 +438,7 @@ class SharedPrefixCache(Cache):  # type: ignore[misc]
         return as_floats(keys, key_states.dtype), as_floats(values, value_states.dtype)
 
     def _kept(self, states: Tensor, layer: int) -> Tensor:
-        """Gives what rows may still see of keys or values."""
+        """Returns what rows may still see of keys or values."""
         window = self.windows[layer] if self.windows else None
         if window is None or states.shape[2] <= max(1, window - 1):
             return _kept(states)
@@ -497,7 +497,7 @@ def longer_block(
 
 
 def _starts(lengths: Sequence[int], held: int) -> tuple[int, ...]:
-    """Gives for each prompt the place of slot 0, where so many slots hold all of the longest or the last of each."""
+    """Returns for each prompt the place of slot 0, where so many slots hold all of the longest or the last of each."""
     return tuple(length - held if held < max(lengths) else 0 for length in lengths)
 
 
@@ -513,7 +513,7 @@ def _shifted(part: Tensor, starts: Sequence[int], dropped: Sequence[int], kept: 
 
 
 def _kept(states: Tensor) -> Tensor:
-    """Gives keys or values in storage of their own, with rows, heads and slots in this order."""
+    """Returns keys or values in storage of their own, with rows, heads and slots in this order."""
     with charge(Component.KV_CACHE):
         kept = states.contiguous()
         if kept.untyped_storage().nbytes() > kept.nbytes:
@@ -538,11 +538,11 @@ def to_int8(values: Tensor) -> Tensor:
 
 
 def from_int8(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gives vectors back as floats, ``q · s``."""
+    """Returns vectors back as floats, ``q · s``."""
     scale = values[..., -CACHE_SCALE_BYTES:].contiguous().view(torch.float32)
     return values[..., :-CACHE_SCALE_BYTES].float().mul_(scale).to(dtype)
 
 
 def as_floats(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gives cached vectors as floats, whether they are kept in 8 bits or not."""
+    """Returns cached vectors as floats, whether they are kept in 8 bits or not."""
     return from_int8(values, dtype) if values.dtype == torch.int8 else values

@@ -112,7 +112,7 @@ class StepNetwork(ScoringAdapter, ABC):
 
     @torch.no_grad()
     def together_and_alone(self) -> tuple[Tensor, float]:
-        """Gives the answers to three states of noise, and how far from them those to each alone lie, of their norm."""
+        """Returns the answers to three noisy states, and how far from them answers to each alone lie, relatively."""
         with torch.random.fork_rng(devices=[]), host_memory():
             noise = torch.randn((3, *self.policy.sample_shape), generator=torch.Generator().manual_seed(0))
             embedded = [torch.zeros(1, self.policy.condition_shape[1])] * len(noise)
@@ -122,7 +122,7 @@ class StepNetwork(ScoringAdapter, ABC):
         return together, float((alone - together).norm() / together.norm().clamp(min=torch.finfo().tiny))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
-        """Gives the shape of rows, as a memory policy may know it."""
+        """Returns the shape of rows, as a memory policy may know it."""
         return step_work(trajectory, rows, self.geometry)
 
     def micro_batches(
@@ -143,7 +143,7 @@ class StepNetwork(ScoringAdapter, ABC):
 
 
 def step_blocks(network: nn.Module) -> tuple[nn.Module, ...]:
-    """Gives the repeated blocks of a network, or the network itself where it has none."""
+    """Returns the repeated blocks of a network, or the network itself where it has none."""
     inner = cast(nn.Module, network.get_base_model() if isinstance(network, PeftModel) else network)
     return blocks_of(inner) or (inner,)
 
@@ -191,7 +191,7 @@ class DiffusionAdapter(StepNetwork):
         self.reference_denoiser = reference_denoiser
 
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-        """Gives the means of the states after the first step."""
+        """Returns the means of the states after the first step."""
         return self.step(states, [0] * len(states), self.condition(embeddings))[0]
 
     def condition(self, embeddings: Sequence[Tensor], repeats: int = 1) -> Condition:
@@ -210,7 +210,7 @@ class DiffusionAdapter(StepNetwork):
         )
 
     def step(self, states: Tensor, columns: Sequence[int], condition: Condition) -> tuple[Tensor, Tensor]:
-        """Gives the Gaussian of the next states; sampling and scoring both go through here."""
+        """Returns the Gaussian of the next states; sampling and scoring both go through here."""
         wide = torch.promote_types(torch.float32, self.dtype)
         scheduler = self.policy.scheduler
         timesteps_M = scheduler.timesteps[torch.tensor(columns)].to(self.device)

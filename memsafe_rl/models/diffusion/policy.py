@@ -71,18 +71,18 @@ class TrainedSteps:
             raise refusal("window", window=self.window)
 
     def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
-        """Gives the columns, ascending, that the fraction is taken of, by their deviations; refuses to give none."""
+        """Returns the columns, ascending, that the fraction is taken of, by their deviations; refuses to give none."""
         first, end = (0, len(stds)) if self.window is None else self.window
         found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
         refusal.when(not found, "window/noise", steps=len(stds), first=first, end=end)
         return found
 
     def count(self, candidates: int) -> int:
-        """Gives how many of so many candidates are trained on, at least 1."""
+        """Returns how many of so many candidates are trained on, at least 1."""
         return max(1, int(self.fraction * candidates + 1e-9))
 
     def learnable(self, stds: Sequence[float]) -> tuple[int, ...]:
-        """Gives the columns that some rollout may train on: those a random share is drawn of, else the share itself."""
+        """Returns the columns that a rollout may train on: those that a random share is drawn from, else the share."""
         candidates = self.candidates(stds)
         return candidates if self.random else candidates[: self.count(len(candidates))]
 
@@ -172,7 +172,7 @@ class DiffusionPolicy(nn.Module):
         self._kept: dict[Hashable, Tensor] = {}
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
-        """Gives what the denoiser, guided, says of states.
+        """Returns what the denoiser, guided, says of states.
 
         Args:
             x: (M, ...), states.
@@ -185,7 +185,7 @@ class DiffusionPolicy(nn.Module):
         return self.predict(self.denoiser, x, timesteps, condition)
 
     def predict(self, denoiser: nn.Module, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
-        """Gives what a denoiser, the policy's own or a frozen copy, says of states under this policy's guidance."""
+        """Returns what a denoiser, the policy's own or a frozen copy, says of states under this policy's guidance."""
         if self.guidance_scale == 1.0:
             return _answer(denoiser, x, timesteps, condition)
         null = self._null(condition)
@@ -223,7 +223,7 @@ class DiffusionPolicy(nn.Module):
         return [self._embedded(prompt, others) for prompt in held]
 
     def decode(self, sample: Tensor) -> Any:
-        """Gives what reward functions see of a sample.
+        """Returns what reward functions see of a sample.
 
         Args:
             sample: (...), the last state of a chain.
@@ -256,7 +256,7 @@ class DiffusionPolicy(nn.Module):
         raise unusable("elements/mask", shown=shown, wanted=wanted)
 
     def _embedded(self, prompt: Any, others: dict[Hashable, Tensor]) -> Tensor:
-        """Gives (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
+        """Returns (L, D) from the cache, or embeds; ``others`` holds objects that are compared by identity."""
         with host_memory():
             key = prompt_key(prompt)
         kept, key = (others, id(prompt)) if key is None else (self._kept, key)
@@ -278,7 +278,7 @@ class DiffusionPolicy(nn.Module):
         return embedding_LD
 
     def _checked(self, embedding: Any, name: str) -> Tensor:
-        """Gives (L, D) float32 on the host, from (D,) too; a copy, since the caller may reuse its memory."""
+        """Returns (L, D) float32 on the host, from (D,) too; a copy, since the caller may reuse its memory."""
         if not isinstance(embedding, Tensor) or embedding.is_complex():
             told = str(embedding.dtype) if isinstance(embedding, Tensor) else f"a {type(embedding).__name__}"
             raise unusable("condition/type", name=name, told=told, shape=self.condition_shape)
@@ -355,7 +355,7 @@ def _check_laid_out(scheduler: Any, steps: int) -> None:
 
 
 def _numbers(prompt: Any) -> Tensor:
-    """Gives a prompt that is an embedding already as a tensor."""
+    """Returns a prompt that is an embedding already as a tensor."""
     try:
         return torch.as_tensor(prompt, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -379,7 +379,7 @@ def _joined(first: Condition, second: Condition) -> Condition:
 
 
 def prompt_key(prompt: Any) -> Hashable | None:
-    """Gives what two prompts share exactly if they are the same by value."""
+    """Returns what two prompts share exactly if they are the same by value."""
     kind = type(prompt)
     if kind in _PLAIN:
         return kind.__name__, repr(prompt)

@@ -46,7 +46,7 @@ class DenoisingScheduler(Protocol):
         """
 
     def mean(self, model_output: Tensor, columns: Sequence[int], sample: Tensor) -> Tensor:
-        """Gives the mean of the next states.
+        """Returns the mean of the next states.
 
         Args:
             model_output: (M, ...), at least float32, what the denoiser answered.
@@ -102,7 +102,7 @@ class LinearScheduler(ABC):
         """Lays the steps of a chain out."""
 
     def mean(self, model_output: Tensor, columns: Sequence[int], sample: Tensor) -> Tensor:
-        """Gives the mean of the next states, ``a_s x + b_s f(x)``."""
+        """Returns the mean of the next states, ``a_s x + b_s f(x)``."""
         shape = (-1, *(1,) * (sample.dim() - 1))
         chosen = torch.tensor([self._steps[column][:2] for column in columns], dtype=torch.float64)
         state_M, output_M = chosen.to(dtype=sample.dtype).to(sample.device).unbind(1)
@@ -145,7 +145,7 @@ class DiffusionScheduler(LinearScheduler):
 
     @abstractmethod
     def _step(self, alpha: float, after: float) -> Step:
-        """Gives the step from one cumulative alpha to the next."""
+        """Returns the step from one cumulative alpha to the next."""
 
 
 @dataclass(eq=False)
@@ -290,7 +290,7 @@ class DiffusersScheduler(LinearScheduler):
 
 
 def as_scheduler(scheduler: Any) -> DenoisingScheduler:
-    """Gives a scheduler that the library can use."""
+    """Returns a scheduler that the library can use."""
     readable = hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")
     if isinstance(scheduler, type) or not readable:
         shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
@@ -302,7 +302,7 @@ def as_scheduler(scheduler: Any) -> DenoisingScheduler:
 
 
 def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str) -> Step:
-    """Gives one step of DDIM as a linear function of state and prediction."""
+    """Returns one step of DDIM as a linear function of state and prediction."""
     kept, lost = math.sqrt(alpha), math.sqrt(1 - alpha)
     # x_0 and the noise, each as factors of (state, prediction)
     known = {
@@ -320,7 +320,7 @@ def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str)
 
 
 def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: tuple[int, int] | None) -> list[Step]:
-    """Gives the steps of a rectified flow as linear functions of state and velocity."""
+    """Returns the steps of a rectified flow as linear functions of state and velocity."""
     count = len(times) - 1
     pair = (0, count - 1) if noisy is None else noisy
     right = isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(end, int) for end in pair)
@@ -337,14 +337,14 @@ def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: t
 
 
 def flow_noise(level: float, shape: str, second: float) -> Callable[[float], float]:
-    """Gives the noise of a flow's SDE over time."""
+    """Returns the noise of a flow's SDE over time."""
     if shape == "constant":
         return lambda _: level
     return lambda time: level * math.sqrt(time / (1 - (second if time == 1 else time)))
 
 
 def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_schedule: str) -> Tensor:
-    """Gives the products of alphas, ``prod_{u <= t} (1 - beta_u)``."""
+    """Returns the products of alphas, ``prod_{u <= t} (1 - beta_u)``."""
     if beta_schedule == "linear":
         betas = torch.linspace(beta_start, beta_end, count, dtype=torch.float64)
     elif beta_schedule == "scaled_linear":
@@ -356,7 +356,7 @@ def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_sched
 
 
 def _visited(count: int, steps: int, spacing: str, offset: int) -> list[int]:
-    """Gives the timesteps of a chain, the noisiest first."""
+    """Returns the timesteps of a chain, the noisiest first."""
     if spacing == "leading":
         chosen = [step * (count // steps) + offset for step in range(steps)]
     elif spacing == "trailing":

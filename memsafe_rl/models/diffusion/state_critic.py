@@ -63,7 +63,7 @@ class StateEncoder(nn.Module):
         self.inner = nn.Linear(width, width, **placed)
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
-        """Gives hidden states (M, D) of states (M, ...), timesteps (M,) and their condition."""
+        """Returns hidden states (M, D) of states (M, ...), timesteps (M,) and their condition."""
         # What does not count is 0, whatever stands there.
         state = x if condition.elements is None else torch.where(condition.elements != 0, x, 0)
         features = _pooled(state, condition.elements) if self._pools else state.flatten(1)
@@ -81,7 +81,7 @@ class _AsItIs(nn.Module):
     """The head of a critic whose network gives values already."""
 
     def forward(self, hidden_MD: Tensor) -> Tensor:
-        """Gives values (M,), in float32 at least, of (M, 1)."""
+        """Returns values (M,), in float32 at least, of (M, 1)."""
         return hidden_MD[:, 0].to(torch.promote_types(hidden_MD.dtype, torch.float32))
 
 
@@ -94,7 +94,7 @@ class StateNetwork(StepNetwork):
         self.adapter = adapter
 
     def first_step(self, states: Tensor, embeddings: Sequence[Tensor]) -> Tensor:
-        """Gives hidden states, or values, of states before the first step."""
+        """Returns hidden states, or values, of states before the first step."""
         return self.features(states, [0] * len(states), self.adapter.condition(embeddings))
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class StateNetwork(StepNetwork):
         return StateFeatures(self.features(before, list(wanted) * len(rows), condition), (len(wanted),) * len(rows))
 
     def reference(self) -> AbstractContextManager[StateNetwork]:
-        """Gives the network itself: a critic has no reference."""
+        """Returns the network itself: a critic has no reference."""
         return nullcontext(self)
 
 
@@ -173,7 +173,7 @@ def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
 
 
 def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:
-    """Gives mean and deviation over all axes but the first of a state, of the elements that count, (M, 2 C)."""
+    """Returns mean and deviation over all axes but the first of a state, of the elements that count, (M, 2 C)."""
     axes = tuple(range(2, x.dim()))
     if elements is None:
         count: Tensor | float = float(math.prod(x.shape[2:]))

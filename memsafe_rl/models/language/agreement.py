@@ -139,13 +139,13 @@ def _disagreement(give: Callable[[], tuple[Tensor, Tensor]], tolerance: float, *
 
 
 def relative_difference(got: Tensor, wanted: Tensor) -> float:
-    """Gives the largest difference relative to the largest value wanted."""
+    """Returns the largest difference relative to the largest value wanted."""
     got, wanted = got.double(), wanted.double()
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30))
 
 
 def tolerance_of(adapter: LanguageAdapter, device: torch.device) -> float:
-    """Gives what two orders of the same sums may differ by, relative to the largest logit."""
+    """Returns what two orders of the same sums may differ by, relative to the largest logit."""
     if getattr(adapter.lm, "is_quantized", False):
         return 5e-2
     dtype = adapter.lm.get_input_embeddings().weight.dtype

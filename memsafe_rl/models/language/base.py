@@ -125,7 +125,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @abstractmethod
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
-        """Gives the hidden states (M, D) from which the actions of rows are predicted, in the adapter's numerics."""
+        """Returns the hidden states (M, D) from which the actions of rows are predicted, in the adapter's numerics."""
 
     @contextmanager
     def numerics(self, *, invariant: bool = False) -> Iterator[None]:
@@ -153,7 +153,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @abstractmethod
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Gives a model's own logits at completion tokens, row by row without padding."""
+        """Returns a model's own logits at completion tokens, row by row without padding."""
 
     @abstractmethod
     def measure_cache(self, state: DecodeState) -> None:
@@ -161,7 +161,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     @abstractmethod
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
-        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        """Returns hidden states (B, N, D) of tokens that rows read behind what they hold."""
 
     @property
     def device(self) -> torch.device:
@@ -342,7 +342,7 @@ class LanguageAdapter(ModelAdapter, ABC):
         return Reading(state, SharedPrefixCache(reads_prompts=False, in_8_bits=self.in_8_bits), counts, sources=sources)
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
-        """Gives logits (B, V) of hidden states, as scoring does."""
+        """Returns logits (B, V) of hidden states, as scoring does."""
         nothing_B = torch.empty(0, dtype=torch.int64)
         logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
         claim(Component.LOGITS, [logits_BV])
@@ -350,7 +350,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
 
 def language_model_of(model: nn.Module) -> Any:
-    """Gives the transformers model inside a model, LoRA layers in place."""
+    """Returns the transformers model inside a model, LoRA layers in place."""
     if isinstance(model, PeftModel):
         for config in model.peft_config.values():
             refuse_prompt_learning(config)
@@ -419,7 +419,7 @@ class ModuleHead:
     bias_V: Tensor | None = None  # (V,) that the model adds to the module's output, or None
 
     def __call__(self, hidden_MD: Tensor) -> Tensor:
-        """Gives logits (M, V)."""
+        """Returns logits (M, V)."""
         logits_MV: Tensor = self.module(hidden_MD)
         return self.logit_map(logits_MV if self.bias_V is None else logits_MV + self.bias_V)
 
@@ -458,20 +458,20 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
 
 
 def padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
-    """Gives which slots of rows padded on the right hold their tokens, (B, width) int64."""
+    """Returns which slots of rows padded on the right hold their tokens, (B, width) int64."""
     ends_B1 = torch.tensor(lengths, device=device)[:, None]
     return (torch.arange(width, device=device) < ends_B1).long()
 
 
 def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Gives hidden states (M, D) that predict completion tokens: of each row so many, from a first place on."""
+    """Returns hidden states (M, D) that predict completion tokens: of each row so many, from a first place on."""
     starts = [row * hidden_BND.shape[1] + first for row, first in enumerate(firsts)]
     places = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     return hidden_BND.flatten(0, 1).index_select(0, torch.cat(places).to(hidden_BND.device))
 
 
 def naive_logits(distribution: TokenDistribution) -> Tensor:
-    """Gives all logits of a distribution, as the check at start compares them: the naive form of what `ops` does."""
+    """Returns all logits of a distribution, as the check at start compares them: the naive form of what `ops` does."""
     head, hidden_MD = distribution.head, distribution.hidden_MD
     if not isinstance(head, LinearHead):
         return head(hidden_MD)

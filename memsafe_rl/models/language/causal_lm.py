@@ -55,11 +55,11 @@ class TrunkInputs(Protocol):
     """What stored ids stand for."""
 
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:  # noqa: ARG002
-        """Gives a trunk's arguments from ids and their slots, None where all rows begin at 0; reads no tensor value."""
+        """Returns a trunk's arguments from ids and their slots (None: all rows begin at 0); reads no tensor value."""
         return {"input_ids": ids_BN} | ({} if positions_BN is None else {"position_ids": positions_BN})
 
     def images(self, prompts: Sequence[Tensor]) -> list[Sequence[slice]]:
-        """Gives the stretches of each prompt whose tokens see each other, those that come later too."""
+        """Returns the stretches of each prompt whose tokens see each other, those that come later too."""
         return [()] * len(prompts)
 
     def make_ready(self, lm: Any, trajectory: Trajectory, rows: Sequence[int]) -> None:  # noqa: ARG002
@@ -123,7 +123,7 @@ class CausalLMAdapter(LanguageAdapter):
         _warn_of_rope_that_reads_lengths(lm.config)
 
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
-        """Gives the hidden states (M, D) from which the actions of rows are predicted."""
+        """Returns the hidden states (M, D) from which the actions of rows are predicted."""
         self.inputs.make_ready(self.lm, trajectory, rows)  # in the numerics in which prompts are read
         with self.numerics():
             if packed:  # behind one copy of each prompt
@@ -147,7 +147,7 @@ class CausalLMAdapter(LanguageAdapter):
         return self.inputs.learning(self.model, forward)
 
     def _packed_states(self, laid: PackedRows) -> Tensor:
-        """Gives hidden states (N, D) of all tokens of a packed row."""
+        """Returns hidden states (N, D) of all tokens of a packed row."""
         with attending(self._attention_configs, laid.layout):
             output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
         hidden_ND: Tensor = output[0][0]
@@ -226,7 +226,7 @@ class CausalLMAdapter(LanguageAdapter):
         self.routers = Routers(self.lm, losses)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Gives a model's own logits at completion tokens, row by row without padding."""
+        """Returns a model's own logits at completion tokens, row by row without padding."""
         prompts, lengths, pieces = trajectory.condition_lengths(rows), trajectory.action_lengths(rows), []
         ids_BL = trajectory.token_rows(rows, self.pad_token_id, self.device)
         for ids_L, prompt, length in zip(ids_BL, prompts, lengths, strict=True):
@@ -248,7 +248,7 @@ class CausalLMAdapter(LanguageAdapter):
             self.slot_bytes = state.nbytes() // (state.rows * width)
 
     def _trunk(self, ids_BL: Tensor, lengths: Sequence[int], images: Sequence[Sequence[slice]]) -> Tensor:
-        """Gives hidden states (B, L, D) of rows padded on the right, and lets go of all else that is made for them."""
+        """Returns hidden states (B, L, D) of rows padded on the right, and frees all else that is made for them."""
         inputs, run = self.inputs.of(self.lm, ids_BL), partial(self.lm.base_model, use_cache=False)
         if self.path.route is Route.LEAN:
             with self._attending_alone(ids_BL, images):
@@ -258,7 +258,7 @@ class CausalLMAdapter(LanguageAdapter):
         return cast(Tensor, output[0])
 
     def _images(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Sequence[slice]]:
-        """Gives the stretches of rows whose tokens see each other."""
+        """Returns the stretches of rows whose tokens see each other."""
         prompts = trajectory.conditions.rows()
         return self.inputs.images([prompts[trajectory.condition_of_row[row]] for row in rows])
 
@@ -284,7 +284,7 @@ class CausalLMAdapter(LanguageAdapter):
         return hidden_1ND[:, -1]
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
-        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        """Returns hidden states (B, N, D) of tokens that rows read behind what they hold."""
         positions_BN, mode = reading.positions, self._mode if reading.counts is None else None
         trunk = partial(self._step.run, mode) if mode else self.lm.base_model
         with (
@@ -297,7 +297,7 @@ class CausalLMAdapter(LanguageAdapter):
 
 
 def _chunks(length: int, chunk: int, images: Sequence[slice]) -> list[slice]:
-    """Gives the chunks of a prompt: they end before an image that they would cut, behind one that is longer."""
+    """Returns the chunks of a prompt: they end before an image that they would cut, behind one that is longer."""
     ends = [0]
     while ends[-1] < length:
         end = min(length, ends[-1] + chunk)
@@ -317,12 +317,12 @@ def check_head(adapter: CausalLMAdapter) -> None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
-    """Gives the context of a forward pass; left after each, its weight cache never outlives one."""
+    """Returns the context of a forward pass; left after each, its weight cache never outlives one."""
     return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def causal_lm_of(model: nn.Module) -> Any:
-    """Gives the transformers causal LM inside a model, LoRA layers in place."""
+    """Returns the transformers causal LM inside a model, LoRA layers in place."""
     lm = language_model_of(model)
     refusal.when(is_encoder_decoder(lm), "adapter/seq2seq", kind=type(lm).__name__)
     return lm

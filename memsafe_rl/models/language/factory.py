@@ -20,7 +20,7 @@ for _module in iter_modules([str(Path(__file__).parent)]):
 
 
 def family_of(model: Any) -> Adapter | None:
-    """Gives the family of a network, the one registered last where several match; None where none does."""
+    """Returns the family of a network, the one registered last where several match; None where none does."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     return next((family for family in reversed(ADAPTERS.values()) if family.matches(inner)), None)
 

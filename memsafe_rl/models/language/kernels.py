@@ -76,7 +76,7 @@ class Target(NamedTuple):
 
 
 def target_of(tensor: Tensor) -> Target:
-    """Gives the device that a tensor is on or stands for."""
+    """Returns the device that a tensor is on or stands for."""
     if tensor.is_cuda:
         return Target("cuda", torch.cuda.get_device_capability(tensor.device))
     return Target(device_type_of(tensor))
@@ -101,7 +101,7 @@ class Part(NamedTuple):
         return self.first is None or whole
 
     def kernel(self, target: Target) -> Kernel:
-        """Gives what attends on a device."""
+        """Returns what attends on a device."""
         return kernel_for(
             target.device_type,
             self.query.dtype,
@@ -113,13 +113,13 @@ class Part(NamedTuple):
         )
 
     def cut(self, rows: slice, keys: slice) -> Part:
-        """Gives some queries over the keys that they see."""
+        """Returns some queries over the keys that they see."""
         first = None if self.first is None else self.first + rows.start - keys.start
         key, value = self.key[:, :, keys], self.value[:, :, keys]
         return self._replace(query=self.query[:, :, rows], key=key, value=value, first=first)
 
     def hidden(self) -> Tensor | None:
-        """Gives which keys each query does not see, (W, U) bool; None if all see all."""
+        """Returns which keys each query does not see, (W, U) bool; None if all see all."""
         if self.first is None:
             return None
         width, seen = self.query.shape[2], self.key.shape[2]
@@ -140,7 +140,7 @@ class Joined(NamedTuple):
 
 
 def attend(part: Part, target: Target) -> tuple[Tensor, Tensor]:
-    """Gives output (S, H, W, D) and log-sum-exp (S, H, W) of one part of a softmax, the latter in float32 at least."""
+    """Returns output (S, H, W, D) and log-sum-exp (S, H, W; at least float32) of one part of a softmax."""
     wide, kernel = _with_equal_heads(part), part.kernel(target)
     forward, _ = _CALLS[kernel]
     found = []
@@ -151,7 +151,7 @@ def attend(part: Part, target: Target) -> tuple[Tensor, Tensor]:
 
 
 def attend_backward(part: Part, joined: Joined, target: Target) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives the gradients of a part's queries, keys and values, its weights being those of the whole softmax."""
+    """Returns the gradients of a part's queries, keys and values, its weights being those of the whole softmax."""
     wide, kernel = _with_equal_heads(part), part.kernel(target)
     seen = Joined(*(whole.reshape(*wide.query.shape[:3], *whole.shape[3:]) for whole in joined))
     dq, dk, dv = _backward(wide, seen, kernel)
@@ -177,7 +177,7 @@ def _backward(part: Part, joined: Joined, kernel: Kernel) -> tuple[Tensor, Tenso
 
 
 def _with_equal_heads(part: Part) -> Part:
-    """Gives every query head keys of its own: of a single segment without a copy, by taking key heads as segments."""
+    """Returns every query head keys of its own: of a single segment without a copy, by taking key heads as segments."""
     kv_heads = part.key.shape[1]
     repeats = part.query.shape[1] // kv_heads
     if repeats == 1:
@@ -298,7 +298,7 @@ def _by_matmul_backward(part: Part, joined: Joined) -> tuple[Tensor, Tensor, Ten
 
 
 def _scores(part: Part) -> tuple[Tensor, Tensor | float]:
-    """Gives scores (S, H, W, U), no narrower than float32, and their derivative by the product of query and key."""
+    """Returns scores (S, H, W, U), no narrower than float32, and their derivative by the product of query and key."""
     slopes: Tensor | float = part.scale
     wide = torch.promote_types(part.query.dtype, torch.float32)
     scores = (part.query @ part.key.transpose(-1, -2)).to(wide).mul_(part.scale)
@@ -310,7 +310,7 @@ def _scores(part: Part) -> tuple[Tensor, Tensor | float]:
 
 
 def _sight(part: Part) -> tuple[bool, Tensor | None]:
-    """Gives whether causality from the first key on, the kernel's own, says who sees whom, else a mask (S, H, W, U)."""
+    """Returns whether the kernel's own causality, from the first key on, holds; else a mask (S, H, W, U)."""
     if part.is_plain:
         return part.first is not None, None
     hidden = part.hidden()
@@ -325,7 +325,7 @@ def _sight(part: Part) -> tuple[bool, Tensor | None]:
 
 
 def _aligned(whole: Tensor) -> Tensor:
-    """Gives (S, H, W, D) as CUDA's kernels take it: heads of whole multiples of 16 bytes, their elements together."""
+    """Returns (S, H, W, D) as CUDA's kernels take it: heads of whole multiples of 16 bytes, their elements together."""
     if whole.shape[-1] % _ALIGNED:
         return pad(whole, (0, -whole.shape[-1] % _ALIGNED))
     *strides, last = whole.stride()

@@ -52,7 +52,7 @@ class Run:
     scattered: tuple[Tensor, Tensor] | None = None
 
     def take(self, packed: Tensor) -> Tensor:
-        """Gives (N, heads, ...) as (S, heads, W, ...), zero where a segment has ended; a view where it can be."""
+        """Returns (N, heads, ...) as (S, heads, W, ...), zero where a segment has ended; a view where it can be."""
         count = self.segments * self.width
         if self.scattered is None:
             rows = packed[self.first : self.first + count]
@@ -95,7 +95,7 @@ class Trunk:
     learnt: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def states(self) -> Tensor:
-        """Gives the network's output (N, D) in its own type."""
+        """Returns the network's output (N, D) in its own type."""
         assert self.hidden_ND is not None, "a trunk is read before what follows it"
         return self.hidden_ND.to(self.dtype)
 
@@ -260,7 +260,7 @@ def padded_layout(
 
 
 def _within(node: Node, segment: Segment, images: Mapping[int, Sequence[slice]]) -> list[slice]:
-    """Gives where the images of a row lie that a segment holds; a prompt's are never divided among segments."""
+    """Returns where the images of a row lie that a segment holds; a prompt's are never divided among segments."""
     within = (span for span in images.get(node.row, ()) if node.start <= span.start < node.end)
     return [_moved(span, segment.first - node.start) for span in within]
 
@@ -284,7 +284,7 @@ def _runs(segments: Sequence[Segment], device: torch.device) -> tuple[Run, ...]:
 
 
 def _run(members: Sequence[Segment], device: torch.device) -> Run:
-    """Gives segments of like length, in the order of their tokens."""
+    """Returns segments of like length, in the order of their tokens."""
     first, width, _ = members[0]
     if all(member[:2] == (first + index * width, width) for index, member in enumerate(members)):
         return Run(len(members), width, first)
@@ -309,7 +309,7 @@ def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
 
 
 def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-    """Gives what torch's checkpointing needs to attend in a recomputation as in the forward pass now running."""
+    """Returns what torch's checkpointing needs to attend in a recomputation as in the forward pass now running."""
     scope = _SCOPE.get()
     return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope))
 
@@ -470,7 +470,7 @@ class _AttentionByRow(torch.autograd.Function):
 
 
 def _one_row(segment: Segment, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind those that it follows."""
+    """Returns queries (1, H, W, D), keys (1, K, U, D) and values of a segment behind those that it follows."""
     spans = (*segment.behind, segment.own)
     keys, values = (torch.cat([whole[span] for span in spans]).transpose(0, 1)[None] for whole in (key, value))
     return query[segment.own].transpose(0, 1)[None], keys, values
@@ -492,20 +492,20 @@ def _sight(segment: Segment, call: _Call, device: torch.device) -> fixed_split.S
 
 
 def _own_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
-    """Gives the part of segments that see themselves."""
+    """Returns the part of segments that see themselves."""
     query, key, value = map(run.take, inputs)
     return Part(query, key, value, call.scale, call.soft_cap, first=0, window=call.window)
 
 
 def _later_part(run: Run, inputs: tuple[Tensor, ...], call: _Call) -> Part:
-    """Gives the part of images whose tokens see those that come later: from their ends, as causal as any other."""
+    """Returns the part of images whose tokens see those that come later: from their ends, as causal as any other."""
     query, key, value = map(run.take, inputs)
     key, value = (whole[:, :, 1:].flip(2) for whole in (key, value))
     return Part(query[:, :, :-1].flip(2), key, value, call.scale, call.soft_cap, first=0)
 
 
 def _shared_parts(shared: Shared, inputs: tuple[Tensor, ...], call: _Call) -> Iterator[tuple[Part, slice, slice]]:
-    """Gives the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys."""
+    """Yields the parts of a segment or trunk that others see, each with the tokens of its queries and of its keys."""
     prompt, tokens, window = shared.prompt, shared.prompt.stop - shared.prompt.start, call.window
     query, *held = inputs if shared.trunk is None else (inputs[0], *shared.trunk.held[call.layer])
     spans: list[tuple[slice, slice, int | None]] = []
@@ -533,7 +533,7 @@ def _join(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
 
 
 def _of_one_type(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Gives parts of one type: that of autocast where it is on, as torch's own attention does."""
+    """Returns parts of one type: that of autocast where it is on, as torch's own attention does."""
     device = parts[0].device.type
     autocast = torch.is_autocast_enabled(device) and parts[0].dtype is not torch.float64
     kind = torch.get_autocast_dtype(device) if autocast else parts[-1].dtype
@@ -541,7 +541,7 @@ def _of_one_type(*parts: Tensor) -> tuple[Tensor, ...]:
 
 
 def _window(module: nn.Module, layout: Layout, told: int | None) -> tuple[int, int | None]:
-    """Gives a layer's number, and its window by the config, which must agree with what it tells its attention."""
+    """Returns a layer's number, and its window by the config, which must agree with what it tells its attention."""
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise NotImplementedError("attention does not know its layer")

@@ -88,7 +88,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     @in_its_numerics
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:  # noqa: ARG002
-        """Gives the states (M, D) that predict actions; the encoder reads each prompt once, masked."""
+        """Returns the states (M, D) that predict actions; the encoder reads each prompt once, masked."""
         return predicting_states(self._decoded(trajectory, rows), [0] * len(rows), trajectory.action_lengths(rows))
 
     @torch.no_grad()
@@ -113,7 +113,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         return self._logits(last_P1D[:, -1]), SharedPrefixState.of_prompts(block, self._windows, self.device)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Gives a model's own logits at completion tokens, row by row without padding."""
+        """Returns a model's own logits at completion tokens, row by row without padding."""
         prompts, pieces = trajectory.conditions.rows(), []
         for row, read in zip(rows, self._decoder_rows(trajectory, rows), strict=True):
             ids_1L = prompts[trajectory.condition_of_row[row]].to(self.device)[None]
@@ -171,18 +171,18 @@ class Seq2SeqAdapter(LanguageAdapter):
     @torch.no_grad()
     @in_its_numerics
     def read_sources(self, prompts: Sequence[Tensor]) -> list[Tensor]:
-        """Gives what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout."""
+        """Returns what the encoder makes of prompts, to be kept; only where it ``reads_alike`` in all of a rollout."""
         hidden_PLD, _ = self._encoded(prompts)
         return [hidden_PLD[place, : len(prompt)] for place, prompt in enumerate(prompts)]
 
     def _encoded(self, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Gives what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
+        """Returns what the encoder makes of prompts (P, L, D), and their mask (P, L); None without padding."""
         ids_PL = pad_sequence(list(prompts), True, self.pad_token_id).to(self.device)
         mask_PL = self._mask([int(prompt.shape[0]) for prompt in prompts])
         return self.lm.get_encoder()(input_ids=ids_PL, attention_mask=mask_PL)[0], mask_PL
 
     def _mask(self, lengths: Sequence[int]) -> Tensor | None:
-        """Gives the mask (P, L) of padded prompts; None without padding."""
+        """Returns the mask (P, L) of padded prompts; None without padding."""
         alike = min(lengths) == max(lengths)
         return None if alike else padding_mask(lengths, max(lengths), self.device)
 
@@ -199,7 +199,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         return _Read(trajectory, unique, lengths, hidden_PLD, self._reader)
 
     def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
-        """Gives the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
+        """Returns the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
         read = self._read
         if read is None or read.trajectory is not trajectory or read.reader != self._reader:
             read = self._read_prompts(trajectory, rows)
@@ -217,13 +217,13 @@ class Seq2SeqAdapter(LanguageAdapter):
         return cast(Tensor, output[0])
 
     def _decoder_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Tensor]:
-        """Gives what the decoder reads of each row: its start token, and all completion tokens but the last."""
+        """Returns what the decoder reads of each row: its start token, and all completion tokens but the last."""
         actions = trajectory.actions.rows()
         start_1 = actions[0].new_full((1,), self.start_token_id)
         return [torch.cat([start_1, actions[row][:-1]]) for row in rows]
 
     def _attend_grouped(self, ids_BN: Tensor, reading: Reading) -> Tensor:
-        """Gives hidden states (B, N, D) of tokens that rows read behind what they hold."""
+        """Returns hidden states (B, N, D) of tokens that rows read behind what they hold."""
         decoder, sources = self.lm.get_decoder(), cast(Any, reading.sources)
         nothing_B0D = torch.empty((ids_BN.shape[0], 0, self.geometry.hidden_size), device=self.device)
         positions_BN, mode = reading.positions, self._mode if reading.counts is None else None
@@ -259,7 +259,7 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
 
 
 def start_token_of(lm: Any) -> int:
-    """Gives the token that the decoder reads before a completion."""
+    """Returns the token that the decoder reads before a completion."""
     known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
     for name, config in product(("decoder_start_token_id", "bos_token_id"), (lm.config, lm.generation_config)):
         start = getattr(config, name, None)

@@ -50,7 +50,7 @@ class VisionFamily:
     two_way: bool = False  # whether the tokens of a run see each other, those that come later too
 
     def modules_of(self, lm: Any) -> tuple[nn.Module, ...]:
-        """Gives the modules of a network's tower."""
+        """Returns the modules of a network's tower."""
         return tuple(getattr(lm.base_model, name) for name in self.tower)
 
     def levels(self, config: Any) -> int:
@@ -71,7 +71,7 @@ def _with_level(layer: Any, _: Any, given: Mapping[str, Any], states: Tensor) ->
 
 
 def vision_family(config: Any) -> VisionFamily | None:
-    """Gives the family of a config; None where it reads no images here."""
+    """Returns the family of a config; None where it reads no images here."""
     return FAMILIES.get(getattr(config, "model_type", ""))
 
 

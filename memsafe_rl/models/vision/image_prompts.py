@@ -50,7 +50,7 @@ class Table:
     around: Context | None = None  # of reading made-up prompts, which stand for those of any rows; None for real
 
     def tensors(self) -> list[Tensor]:
-        """Gives what lies on the device."""
+        """Returns what lies on the device."""
         return [self.tokens, self.positions, self.places, *(one.values for one in self.features.values())]
 
 
@@ -108,7 +108,7 @@ class ImagePrompts:
             self.table = self._grown(made, around)
 
     def of(self, lm: Any, ids_BN: Tensor, positions_BN: Tensor | None = None) -> dict[str, Any]:
-        """Gives embeddings and positions of tokens; no tensor value is read."""
+        """Returns embeddings and positions of tokens; no tensor value is read."""
         table, given = self.table, {} if positions_BN is None else {"position_ids": positions_BN}
         named_BN = ids_BN >= self.first_id
         entries_BN = (ids_BN - self.first_id + 1).clamp_min(0)
@@ -124,7 +124,7 @@ class ImagePrompts:
         return {"inputs_embeds": embeds_BND, **given, **({LEVELS: levels} if levels else {})}
 
     def images(self, prompts: Sequence[Tensor]) -> list[Sequence[slice]]:
-        """Gives the stretches of each prompt whose tokens see each other, those that come later too."""
+        """Returns the stretches of each prompt whose tokens see each other, those that come later too."""
         table, known = self.table, self.table.images
         if not known:
             return [()] * len(prompts)
@@ -168,7 +168,7 @@ class ImagePrompts:
         return own
 
     def _features(self, lm: Any) -> Features:
-        """Gives the features that a network reads, with room for them."""
+        """Returns the features that a network reads, with room for them."""
         found, reader = self.table.features, self._tower.reader(lm)
         if reader not in found:
             own = found[self._tower.own].values
@@ -178,7 +178,7 @@ class ImagePrompts:
         return found[reader]
 
     def _shown(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Shown]:
-        """Gives the prompts of rows whose images are read again; two made-up ones tell what more would hold."""
+        """Returns the prompts of rows whose images are read again; two made-up ones tell what more would hold."""
         shown, owners = self.table.shown, trajectory.condition_of_row
         if self.table.around is not None:
             return list(islice(shown.values(), 2))
@@ -188,7 +188,7 @@ class ImagePrompts:
         return [one for first, one in shown.items() if first in wanted]
 
     def _grown(self, fresh: dict[bytes, ImagePrompt], around: Context | None = None) -> Table:
-        """Gives the table with further prompts at its end, whose features are written where they will lie."""
+        """Returns the table with further prompts at its end, whose features are written where they will lie."""
         old, tokens_of = self.table, {key: prompt.ids == self._placeholder for key, prompt in fresh.items()}
         for key, prompt in fresh.items():
             self._check_placeholders(tokens_of[key], prompt)
@@ -228,20 +228,20 @@ class ImagePrompts:
         return whole
 
     def _made_up(self, ids: Tensor) -> ImagePrompt:
-        """Gives a prompt of blank images, as many as its placeholders stand for."""
+        """Returns a prompt of blank images, as many as its placeholders stand for."""
         runs = [span.stop - span.start for span in _stretches(ids == self._placeholder)]
         with host_memory():
             return ImagePrompt(ids, self._family.blank(self._lm.config, runs, self.table.tokens))
 
     def _positions(self, prompt: ImagePrompt, shown_L: Tensor) -> Tensor:
-        """Gives M-RoPE positions (3, L) that end at the prompt's length."""
+        """Returns M-RoPE positions (3, L) that end at the prompt's length."""
         if self._family.positions is None:
             return prompt.ids.new_zeros(0, len(prompt.ids))
         positions_3L = self._family.positions(self._lm.base_model, prompt.ids, shown_L, prompt.images)
         return positions_3L + len(prompt.ids) - (positions_3L.max() + 1)
 
     def _width(self, lm: Any) -> int:
-        """Gives the width of a placeholder's features, as a network reads them."""
+        """Returns the width of a placeholder's features, as a network reads them."""
         return int(lm.get_input_embeddings().weight.shape[1]) * self._family.levels(lm.config)
 
     def _check_placeholders(self, shown_L: Tensor, prompt: ImagePrompt) -> None:
@@ -282,7 +282,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def _stretches(shown_L: Tensor) -> Iterator[slice]:
-    """Gives the placeholders that stand side by side."""
+    """Yields the placeholders that stand side by side."""
     start = 0
     for shown, run in groupby(shown_L.tolist()):
         stop = start + len(list(run))

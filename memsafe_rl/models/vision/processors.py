@@ -37,7 +37,7 @@ def reads_images(config: Any) -> bool:
 
 
 def processor_for(name: str, processing_class: Any, config: Any, *, trust_remote_code: bool, **places: Any) -> Any:
-    """Gives the processor of a network, or None where its prompts are read by a tokenizer alone."""
+    """Returns the processor of a network, or None where its prompts are read by a tokenizer alone."""
     given = processing_class is not None
     if given and not hasattr(processing_class, "image_processor"):
         return None

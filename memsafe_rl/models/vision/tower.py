@@ -82,7 +82,7 @@ class Tower:
         return self._family.modules_of(lm) == self._modules
 
     def autocast(self) -> torch.autocast:
-        """Gives the context of a tower's forward, which uses every weight once, so that no copy need be kept."""
+        """Returns the context of a tower's forward, which uses every weight once, so that no copy need be kept."""
         kind = self._lm.get_input_embeddings().weight.device.type
         dtype, rounds = self._dtype or torch.bfloat16, self._dtype is not None
         return torch.autocast(kind, dtype=dtype, enabled=rounds, cache_enabled=False)
@@ -117,7 +117,7 @@ class Tower:
                 del made_ND  # lest it lie beside the next one's
 
     def _made(self, lm: Any, prompt: ImagePrompt) -> Tensor:
-        """Gives the features of a prompt, in the type that the tower gives them."""
+        """Returns the features of a prompt, in the type that the tower gives them."""
         device = lm.get_input_embeddings().weight.device
         with self.autocast():
             # pixels of the host's own too, lest a made-up run keep them

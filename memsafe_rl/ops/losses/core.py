@@ -29,7 +29,7 @@ CLIPPING_METRICS = {f"clip_ratio/{side}_mean": (f"clip_{side}", None) for side i
 
 
 def policy_loss(inputs: LossInputs, settings: LossSettings, denominators: Denominators) -> LossResult:
-    """Gives a micro-batch's share of an optimizer step's loss; the shares of any split add up to the same loss.
+    """Returns a micro-batch's share of an optimizer step's loss; the shares of any split add up to the same loss.
 
     ``loss = aggregate(f(ratio, A) · keep · uncertain · w + beta · KL) - c · sum(H · mask · uncertain) / N_H``: f is the
     chosen loss, ``keep`` the off-policy mask, ``uncertain`` the entropy mask, w the importance weights, and
@@ -105,7 +105,7 @@ def needs_whole_rows(settings: LossSettings) -> list[str]:
 
 
 def _reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
-    """Gives the KL to the reference per action, (B, T), nats, with gradient.
+    """Returns the KL to the reference per action, (B, T), nats, with gradient.
 
     The ratio makes k3 and its gradient unbiased when the old network sampled. A KL in closed form is an expectation
     already, so that it takes the place of both as it is.
@@ -178,7 +178,7 @@ def _ratios(inputs: LossInputs, settings: LossSettings) -> Ratios:
 
 
 def _losses(loss: Loss, ratios: Ratios) -> Tensor:
-    """Gives the loss of each action or ratio."""
+    """Returns the loss of each action or ratio."""
     losses, told = loss.function(ratios), f"loss_type {loss.name!r}"
     shapes = dict.fromkeys((tuple(ratios.logprobs_BT.shape), tuple(ratios.ratio.shape)))
     if not isinstance(losses, Tensor) or tuple(losses.shape) not in shapes or not losses.is_floating_point():
@@ -209,12 +209,12 @@ def _common_sums(inputs: LossInputs, ratios: Ratios, kl_BT: Tensor | None) -> di
 
 
 def _row_counts(inputs: LossInputs) -> Tensor:
-    """Gives the counted actions of each whole row, (B,)."""
+    """Returns the counted actions of each whole row, (B,)."""
     return inputs.mask_BT.sum(1) if inputs.row_counts_B is None else inputs.row_counts_B
 
 
 def _entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
-    """Gives a micro-batch's share of the step's mean entropy, nats, over the actions that the policy loss acts on."""
+    """Returns a micro-batch's share of the step's mean entropy, nats, over the actions that the policy loss acts on."""
     if inputs.entropies_BT is None:
         raise ConfigError(
             f"`entropy_coef` is {inputs.entropy_coef} but entropies were not computed. Compute them, or set it to 0."
@@ -374,7 +374,7 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Rati
 def _aggregate(
     how: str, losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, slots: int
 ) -> Tensor:
-    """Gives a micro-batch's share of the step's loss.
+    """Returns a micro-batch's share of the step's loss.
 
     - ``token-mean``: ``sum l / N_tokens`` (DAPO, arXiv:2503.14476, eq. 8);
     - ``seq-mean-token-mean``: ``sum_b (1 / |o_b|) sum_t l / N_rows`` (GRPO, arXiv:2402.03300, eq. 3);
@@ -449,13 +449,13 @@ def count_marks(ratios: Ratios, low: Tensor, high: Tensor) -> Measures:
 
 
 def bounded_ratio(ratios: Ratios) -> Tensor:
-    """Gives the ratio, (B, T|1), at most ``delta``."""
+    """Returns the ratio, (B, T|1), at most ``delta``."""
     delta = ratios.settings.delta
     return ratios.ratio if delta is None else ratios.ratio.clamp(max=delta)
 
 
 def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
-    """Gives the share of marked ratios in each row, (B,)."""
+    """Returns the share of marked ratios in each row, (B,)."""
     if marks.shape[1] == 1:
         return marks[:, 0].float()
     return torch.where(mask_BT.sum(1) > 0, row_mean(marks.float(), mask_BT), if_empty)

@@ -31,7 +31,7 @@ _TIE = 1e-6
 
 
 def covariances(tokens: StepTokens) -> Tensor:
-    """Gives each token's part of the covariance, ``(A - mean A) (log pi - mean log pi)`` (arXiv:2505.22617).
+    """Returns each token's part of the covariance, ``(A - mean A) (log pi - mean log pi)`` (arXiv:2505.22617).
 
     Departure from the authors' code: the means are over the whole optimizer step.
 

@@ -61,7 +61,7 @@ def beyond_kl(ratios: Ratios) -> tuple[Tensor, Tensor]:
 
 
 def _both(ratios: Ratios) -> tuple[Tensor, Tensor]:
-    """Gives the log-probs and the old ones, without gradient."""
+    """Returns the log-probs and the old ones, without gradient."""
     logprobs_BT = ratios.logprobs_BT.detach()
     return logprobs_BT, logprobs_BT - ratios.log_ratio_BT.detach()
 

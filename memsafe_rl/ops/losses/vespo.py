@@ -26,7 +26,7 @@ def vespo_surrogate(ratios: Ratios) -> Tensor:
 
 
 def vespo_weights(ratios: Ratios) -> Tensor:
-    """Gives ``phi(w) = e^lambda w^k e^(-lambda w)``, 1 at w = 1; k and lambda by the sign of A.
+    """Returns ``phi(w) = e^lambda w^k e^(-lambda w)``, 1 at w = 1; k and lambda by the sign of A.
 
     ``log w`` sums a row's clamped log-ratios and log importance weights; everything is done in logarithms.
 

@@ -106,7 +106,7 @@ def _attend(
 
 
 def _padded(mask: Tensor, like: Tensor) -> Tensor:
-    """Gives a mask in floats whose rows begin at multiples of 16."""
+    """Returns a mask in floats whose rows begin at multiples of 16."""
     seen = mask.shape[-1]
     mask = torch.where(mask, 0.0, -torch.inf).to(like.dtype) if mask.dtype is torch.bool else mask.to(like.dtype)
     return pad(mask, (0, -seen % _MASK_ALIGNED))[..., :seen] if seen % _MASK_ALIGNED else mask
@@ -145,7 +145,7 @@ class Memo:
         self.inside: dict[Hashable | None, int] = {}  # bytes that a CPU kernel holds besides
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-        """Gives what the shape of a result depends on."""
+        """Returns what the shape of a result depends on."""
         try:
             named = tuple(kwargs), _known(tuple(kwargs.values()))
             return func, _known(args), named, torch.get_default_dtype()
@@ -322,7 +322,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_product(
     left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Gives what experts make of their tokens, however many each gets; PyTorch's own stand-in knows bfloat16 only."""
+    """Returns what experts make of their tokens, however many each gets; PyTorch's own stand-in knows bfloat16 only."""
     del bias  # refused by the operator itself
     groups: tuple[int, ...] = ()
     if left.dim() == right.dim():
@@ -403,6 +403,6 @@ def give_fake_weights(model: nn.Module) -> None:
 
 
 def empty_like(tensor: Tensor, device: str) -> Tensor:
-    """Gives an empty tensor of the same kind: a parameter where it is one."""
+    """Returns an empty tensor of the same kind: a parameter where it is one."""
     fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

@@ -34,7 +34,7 @@ _TUNED = ("-instruct", "-base", "-it", "-pt", "-instruct-2507", "-thinking-2507"
 
 
 def known_config(name: str) -> PretrainedConfig | None:
-    """Gives the config of a network that is known by name."""
+    """Returns the config of a network that is known by name."""
     wanted = _short(name)
     for known, sizes in FAMILIES.items():
         if _short(known) == wanted:
@@ -46,7 +46,7 @@ def known_config(name: str) -> PretrainedConfig | None:
 
 
 def config_for(model: str, role: str = "model", *, trust_remote_code: bool = False, **places: Any) -> PretrainedConfig:
-    """Gives the config of a network: from a folder or a ``config.json``, from the names known here, or from a hub."""
+    """Returns the config of a network: from a folder or a ``config.json``, from the names known here, or from a hub."""
     known = None if Path(model).exists() else known_config(model)
     if known is not None:
         return known

@@ -96,7 +96,7 @@ def hollow_copy(model: nn.Module) -> Any:
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
-    """Gives the config of the same network with two blocks, or one of each kind where blocks differ."""
+    """Returns the config of the same network with two blocks, or one of each kind where blocks differ."""
     shallow = copy.deepcopy(config)
     if is_encoder_decoder(shallow):
         for name in _DEPTHS:

@@ -51,7 +51,7 @@ _BY_BLOCKS = (Phase.UPDATE,)
 
 
 def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
-    """Gives the ranks that share each component."""
+    """Returns the ranks that share each component."""
     return dict.fromkeys(_DIVISIBLE[: _DIVIDED[sharding]], ranks) if ranks > 1 else {}
 
 

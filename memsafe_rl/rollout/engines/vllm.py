@@ -271,7 +271,7 @@ class VLLMEngine(ExternalEngine):
             self._asleep = False
 
     def _serves(self, hosted: Hosted, plan: RolloutPlan, row_tokens: int, rows: int) -> bool:
-        """Tells whether the engine that is there is within the plan, and not far smaller than the work asks for."""
+        """Returns whether the engine that is there is within the plan, and not far smaller than the work asks for."""
         wanted = self._pool(row_tokens, rows, plan)
         too_large = plan.kv_bytes is not None and hosted.pool.bytes > max(plan.kv_bytes, wanted.bytes)
         return row_tokens <= hosted.max_model_len and not too_large and wanted.bytes <= _GROWTH * self._asked_bytes

@@ -106,7 +106,7 @@ class Servers:
         return self._ahead
 
     def _keep(self, under_way: _Pass) -> list[Row]:
-        """Keeps what is drawn ahead; gives the rows that no server answered."""
+        """Keeps what is drawn ahead; returns the rows that no server answered."""
         key = under_way.request.key
         self._ahead |= {key(row): completion for row, completion in under_way.answers()}
         return [row for row in under_way.rows if key(row) not in self._ahead]
@@ -154,7 +154,7 @@ class Servers:
         return self._weights[1]
 
     def _prepared(self, servers: Sequence[Server], reasons: dict[str, str]) -> list[Server]:
-        """Gives the servers that have the weights, and proves it, after handing them over where they do not."""
+        """Returns the servers that have the weights, and proves it, after handing them over where they do not."""
         ready = []
         for server in servers:
             try:
@@ -182,7 +182,7 @@ class Servers:
             )
 
     def _whole_weights(self) -> tuple[Path, str]:
-        """Gives folder and label of the weights, read again and, where they are not what was written, written again."""
+        """Returns folder and label of the weights, read back, and written again unless they are what was written."""
         for _ in range(_WRITES):
             label = self._label
             assert self._weights is not None
@@ -239,7 +239,7 @@ class _Pass:
         }
 
     def answers(self) -> Iterator[tuple[Row, Completion]]:
-        """Gives each completion as it comes; a row that no server answered is left out."""
+        """Yields each completion as it comes; a row that no server answered is left out."""
         try:
             for done in as_completed(self._asked):
                 completion = done.result()

@@ -45,7 +45,7 @@ def refuse_unmergeable(model: nn.Module) -> None:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Gives every weight once, as the model computes with it now: an adapter is merged into a copy of one layer."""
+    """Yields every weight once, as the model computes with it now: an adapter is merged into a copy of one layer."""
     yield from _walk(_base(model), "", set())
 
 
@@ -71,7 +71,7 @@ def _walk(module: nn.Module, prefix: str, seen: set[nn.Parameter]) -> Iterator[t
 
 
 def _merged(layer: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Gives the weights of a layer with its active adapters merged in."""
+    """Yields the weights of a layer with its active adapters merged in."""
     base = layer.get_base_layer()
     with _scratch(base), torch.no_grad():
         before = list(layer.merged_adapters)
@@ -119,7 +119,7 @@ def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
 
 
 def is_whole(folder: Path, label: str) -> bool:
-    """Tells whether every byte of a folder is what was written."""
+    """Returns whether every byte of a folder is what was written."""
     return folder.is_dir() and _label(folder, int(label.partition("-")[0])) == label
 
 

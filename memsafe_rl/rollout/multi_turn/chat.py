@@ -35,12 +35,12 @@ class PlainText:
         self._tokenizer = tokenizer
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Gives the ids of a whole text."""
+        """Returns the ids of a whole text."""
         refusal.when(schemas, "tools/plain")
         return list(self._tokenizer(text="".join(message["content"] for message in messages))["input_ids"])
 
     def following(self, _turn: Message, _last_id: int, messages: Sequence[Message], _schemas: object) -> list[int]:
-        """Gives the ids of a text that follows."""
+        """Returns the ids of a text that follows."""
         text = "".join(message["content"] for message in messages)
         return list(self._tokenizer(text=text, add_special_tokens=False)["input_ids"])
 
@@ -54,7 +54,7 @@ class PlainText:
         return messages
 
     def plain(self, ids: Sequence[int]) -> Sequence[int]:
-        """Gives the tokens that a context stands for."""
+        """Returns the tokens that a context stands for."""
         return ids
 
     def read(self, _context: Sequence[int], ids: Sequence[int], _schemas: object) -> Action:
@@ -80,7 +80,7 @@ class Chat:
         self._closing: str | None = None
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Gives the ids of a whole conversation, up to where the next turn begins."""
+        """Returns the ids of a whole conversation, up to where the next turn begins."""
         if self._images is None:
             ids = list(self._rendered(messages, schemas, add_generation_prompt=True, return_dict=True)["input_ids"])
         else:
@@ -89,7 +89,7 @@ class Chat:
         return self.joined([], ids, messages, messages)
 
     def received(self, messages: list[Message]) -> list[Message]:
-        """Gives messages with images of their own, where something reads them."""
+        """Returns messages with images of their own, where something reads them."""
         return messages if self._images is None else self._images.received(messages)
 
     def joined(
@@ -99,7 +99,7 @@ class Chat:
         return [*before, *told] if self._images is None else self._images.entered(before, told, messages, seen)
 
     def plain(self, ids: Sequence[int]) -> Sequence[int]:
-        """Gives the tokens that a context stands for."""
+        """Returns the tokens that a context stands for."""
         return ids if self._images is None else self._images.plain(ids)
 
     def _tokens(self, text: str) -> list[int]:
@@ -110,7 +110,7 @@ class Chat:
     def following(
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
-        """Gives the ids between a turn of the model and its next one; None unless they are the same after any turn."""
+        """Returns the ids between a model's turn and its next one; None unless they are the same after any turn."""
         asked = {"role": "user", "content": "?"}
         calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
         for said in _STAND_INS:

@@ -81,7 +81,7 @@ class Mailbox:
         self._closed = ""
 
     def put(self, request: ChatRequest, *, key: str = "", again: bool | None = None) -> ChatRequest:
-        """Gives the request to wait for: this one, or the one that it repeats by key, by ``again``, or in haste."""
+        """Returns the request to wait for: this one, or the one that it repeats by key, by ``again``, or in haste."""
         with self._changed:
             if key and key in self._keyed:
                 return self._keyed[key]
@@ -147,7 +147,7 @@ class ChatServer:
         threading.Thread(target=self._http.serve_forever, name="memsafe-rl-endpoint", daemon=True).start()
 
     def open(self) -> tuple[str, Mailbox]:
-        """Gives the address of a new episode, and where its requests arrive."""
+        """Returns the address of a new episode, and where its requests arrive."""
         name = secrets.token_hex(8)
         self._boxes[name] = box = Mailbox()
         return f"{self.root}/{name}/v1", box

@@ -159,7 +159,7 @@ class _Growing:
         self.turns[-1] = turn._replace(reward=turn.reward + float(reward))
 
     def segment(self, finished: bool) -> Segment:
-        """Gives it as it is, whole."""
+        """Returns it as it is, whole."""
         logprobs = torch.tensor(self.logprobs, dtype=torch.float32)
         own = torch.tensor(self.model_logprobs, dtype=torch.float32)
         completion = Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, finished, self.ties)
@@ -203,7 +203,7 @@ class LiveEpisode:
         self.turns += 1
 
     def whole(self) -> Episode:
-        """Gives the episode when it is over."""
+        """Returns the episode when it is over."""
         assert self.ending is not None, "an episode is whole when it has ended"
         finished = self.ending in _BY_ITSELF
         with host_memory():

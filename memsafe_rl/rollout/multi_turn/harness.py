@@ -167,7 +167,7 @@ class AgentEpisode(Environment):
         return Rewritten(()) if seen is None else seen
 
     def step(self, action: Action) -> Step:
-        """Gives the agent its turn, and waits for its next request or its end."""
+        """Returns the agent its turn, and waits for its next request or its end."""
         if self._request is not None:
             self._request.answer(action)
         self._given = action.message
@@ -196,7 +196,7 @@ class AgentEpisode(Environment):
             self._harness.server.forget(self._play.url)
 
     def reward(self) -> float | None:
-        """Gives what the agent returned; None where it failed, or does not end."""
+        """Returns what the agent returned; None where it failed, or does not end."""
         play = self._play
         if play is None:
             return None

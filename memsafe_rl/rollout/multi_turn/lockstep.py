@@ -157,7 +157,7 @@ class EpisodeBatch:
         return [one.user.role for one in self._all if isinstance(one.user, ModelUser)]
 
     def episodes(self) -> list[Episode]:
-        """Gives the episodes when all are over, and tells their environments."""
+        """Returns the episodes when all are over, and tells their environments."""
         episodes = [one.whole() for one in self._all]
         for one in self._all:
             one.environment.ended(list(one.messages))

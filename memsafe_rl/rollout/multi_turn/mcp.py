@@ -113,7 +113,7 @@ class MCPTools:
         self._tools = [_tool(self, tool) for name, tool in there.items() if allow is None or name in allow]
 
     def __iter__(self) -> Iterator[Tool]:
-        """Gives the tools."""
+        """Yields the tools."""
         return iter(self._tools)
 
     def __len__(self) -> int:
@@ -121,7 +121,7 @@ class MCPTools:
         return len(self._tools)
 
     def __enter__(self) -> Self:
-        """Gives the tools; leaving closes the server's connection."""
+        """Returns the tools; leaving closes the server's connection."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,12 +134,12 @@ class MCPTools:
         self._connection.close()
 
     def _known(self, connection: _Connection) -> _Connection:
-        """Gives a connection that was made."""
+        """Returns a connection that was made."""
         refusal.when(connection.error, "mcp/server", server=self._named, reason=connection.error)
         return connection
 
     def _anew(self, lost: _Connection) -> _Connection:
-        """Gives the connection in place of a lost one; of calls at the same time, one makes it, or fails for all."""
+        """Returns the connection in place of a lost one; of calls at the same time, one makes it, or fails for all."""
         with self._connecting:
             if self._connection is lost:
                 lost.close()
@@ -221,7 +221,7 @@ def _target(server: Any, env: Mapping[str, str] | None) -> Any:
 
 
 def _tool(owner: MCPTools, tool: Any) -> Tool:
-    """Gives a function that calls a tool, and describes itself to chat templates."""
+    """Returns a function that calls a tool, and describes itself to chat templates."""
 
     async def call(**arguments: Any) -> str | list[dict[str, Any]]:
         return await owner.call(tool.name, arguments)

@@ -14,10 +14,10 @@ class GymLike(Protocol):
     """An environment of gymnasium's shape."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begins an episode; gives an observation and more."""
+        """Begins an episode; returns an observation and more."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Gives observation, reward, whether it is over, whether it was cut, and more."""
+        """Returns observation, reward, whether it is over, whether it was cut, and more."""
 
 
 def said(action: Action) -> str:
@@ -65,7 +65,7 @@ class GymEnvironment(Environment):
         return Step(self.show(seen), done=bool(terminated or truncated))
 
     def reward(self) -> float:
-        """Gives the sum of the rewards since `reset`."""
+        """Returns the sum of the rewards since `reset`."""
         return self._total
 
 
@@ -73,23 +73,23 @@ class DuplexDomain(Protocol):
     """The environment of a tau2-shaped domain."""
 
     def get_policy(self) -> str:
-        """Gives what the agent must keep to."""
+        """Returns what the agent must keep to."""
 
     def get_tools(self) -> Sequence[Any]:
-        """Gives the tools; each is a function, or has `openai_schema`."""
+        """Returns the tools; each is a function, or has `openai_schema`."""
 
     def get_response(self, message: Any) -> Any:
-        """Carries a tool call out; gives a message with `content` and maybe `error`."""
+        """Carries a tool call out; returns a message with `content` and maybe `error`."""
 
 
 class DuplexUser(Protocol):
     """The user simulator of a tau2-shaped domain."""
 
     def get_init_state(self, message_history: list[Any] | None = None) -> Any:
-        """Gives the state of a new conversation."""
+        """Returns the state of a new conversation."""
 
     def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
-        """Answers the agent's message; gives the user's message and the next state."""
+        """Answers the agent's message; returns the user's message and the next state."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class HalfDuplex(Environment):
     blocking: bool = True
 
     def reset(self, example: Mapping[str, Any]) -> Observation:
-        """Makes domain and user of a task; gives the domain's policy and the greeting."""
+        """Makes domain and user of a task; returns the domain's policy and the greeting."""
         self._example = example
         self._domain, self._simulator = self.make(example)
         self._state = self._simulator.get_init_state()
@@ -138,7 +138,7 @@ class HalfDuplex(Environment):
         return [{"role": "system", "content": self._domain.get_policy()}, greeting]
 
     def step(self, action: Action) -> Step:
-        """Carries tool calls out in their order; gives one message a call."""
+        """Carries tool calls out in their order; returns one message a call."""
         results: list[Message] = []
         failures = 0
         for call in action.calls:

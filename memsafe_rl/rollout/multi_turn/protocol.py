@@ -31,7 +31,7 @@ class ImageContexts(Protocol):
     """Reads conversations with images: their tokens, and what stands for these where a network reads them."""
 
     def received(self, messages: Sequence[Message]) -> list[Message]:
-        """Gives messages whose images stay as they are, whatever becomes of the files and objects that showed them.
+        """Returns messages whose images stay as they are, whatever becomes of the files and objects that showed them.
 
         Args:
             messages: as an environment gives them.
@@ -44,7 +44,7 @@ class ImageContexts(Protocol):
         """
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Gives messages as chat templates take them, images as placeholders.
+        """Returns messages as chat templates take them, images as placeholders.
 
         Args:
             messages: a conversation.
@@ -64,7 +64,7 @@ class ImageContexts(Protocol):
         """
 
     def plain(self, ids: Sequence[int]) -> list[int]:
-        """Gives the tokens that a context stands for.
+        """Returns the tokens that a context stands for.
 
         Args:
             ids: of a context.

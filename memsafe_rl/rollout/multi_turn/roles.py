@@ -57,7 +57,7 @@ class ModelRoles:
     def register(
         self, role: str, key: ModelKey, load: Callable[[], ModelAdapter], *, peft_adapter: str | None = None
     ) -> ModelAdapter:
-        """Gives a role to a model, which is loaded only if the hub has no such weights yet."""
+        """Returns a role to a model, which is loaded only if the hub has no such weights yet."""
         refusal.when(role in self.roles, "role/taken", role=role, roles=self.roles)
         if key not in self._models:
             self._models[key] = load()

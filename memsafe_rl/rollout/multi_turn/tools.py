@@ -21,7 +21,7 @@ def tool_schemas(tools: Sequence[Tool | Mapping[str, Any]]) -> list[dict[str, An
 
 
 def listed_tools(tools: Any) -> list[Any]:
-    """Gives tools as a list."""
+    """Returns tools as a list."""
     if tools is None:
         return []
     if callable(tools):
@@ -51,7 +51,7 @@ def _schema(tool: Tool) -> dict[str, Any]:
 
 
 def methods_of(instance: Any) -> list[Tool]:
-    """Gives the tools of an environment in TRL's form."""
+    """Returns the tools of an environment in TRL's form."""
     members = inspect.getmembers(type(instance), predicate=inspect.isfunction)
     return [getattr(instance, name) for name, _ in members if name not in _OWN and not name.startswith("_")]
 
@@ -86,7 +86,7 @@ class ToolEnvironment(Environment):
         return None
 
     def step(self, action: Action) -> Step | Awaitable[Step]:
-        """Calls the tools of an action in their order; gives one message a call, in a coroutine if a tool is async."""
+        """Calls an action's tools in order; returns one message a call, in a coroutine if a tool is async."""
         if not action.calls:
             return Step(done=True)
         results = [self._call(call) for call in action.calls]
@@ -136,7 +136,7 @@ class MethodEnvironment(Environment):
         return self._calling.step(action)
 
     def reward(self) -> float | Awaitable[float | None] | None:
-        """Gives what the instance's `get_reward` does."""
+        """Returns what the instance's `get_reward` does."""
         judge: Callable[[], Any] | None = getattr(self.instance, "get_reward", None)
         return None if judge is None else judge()
 

@@ -117,14 +117,14 @@ class ModelUser(User):
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def instructions(self, example: Mapping[str, Any]) -> str:
-        """Gives what the user is told in an episode, as a system message."""
+        """Returns what the user is told in an episode, as a system message."""
         told = self.system if isinstance(self.system, str) else self.system(example)
         given: object = told
         unusable.when(not isinstance(given, str), "user/told", told=given, kind=type(given).__name__)
         return told
 
     def manner(self) -> ModelUser:
-        """Gives what users must have in common to draw in one call: all but their instructions."""
+        """Returns what users must have in common to draw in one call: all but their instructions."""
         return replace(self, system="", stops=())
 
 

@@ -59,7 +59,7 @@ class KeptCaches:
             rows.clear()
 
     def of(self, adapter: ModelAdapter) -> KeptRows | None:
-        """Gives the rows that a network can resume as it is now, and frees those of episodes that are over."""
+        """Returns the rows that a network can resume as it is now, and frees those of episodes that are over."""
         if not adapter.kv_retention:
             return None
         reader, weights = (adapter, peft_adapters_on(adapter.model)), weights_mark(adapter.model)
@@ -143,6 +143,6 @@ class KeptRows:
         return rest
 
     def _goes_back(self, held: int, tokens: int) -> bool:
-        """Tells whether a row that holds so many tokens could be read on from an earlier one."""
+        """Returns whether a row that holds so many tokens could be read on from an earlier one."""
         moved_on = any(window is not None and held >= window for window in self.adapter.geometry.windows)
         return tokens == held or not moved_on

@@ -49,7 +49,7 @@ class Rows:
     def of_decoder(
         cls, positions_B: Tensor, prompt_lengths: Sequence[int], histories: Sequence[Tensor], start_token_id: int
     ) -> Rows:
-        """Gives rows as `generate` shows them where an encoder reads the prompts and a decoder begins by itself."""
+        """Returns rows as `generate` shows them where an encoder reads the prompts and a decoder begins by itself."""
         start_1 = torch.tensor([start_token_id])
         pairs = list(zip(histories, prompt_lengths, strict=False))
         drawn = [torch.cat([start_1, history[length:]]) for history, length in pairs]
@@ -57,14 +57,14 @@ class Rows:
         return cls(positions_B, [1] * len(prompt_lengths), drawn, sources)
 
     def prompts(self) -> list[Tensor]:
-        """Gives the tokens of each row's prompt, (length,) int64 on the host."""
+        """Returns the tokens of each row's prompt, (length,) int64 on the host."""
         if self.sources is not None:
             return list(self.sources)
         pairs = zip(self.histories, self.prompt_lengths, strict=True)
         return [history[:length] for history, length in pairs]
 
     def so_far(self) -> Tensor:
-        """Gives the tokens of prompt and completion so far, (B,) int64 on the device."""
+        """Returns the tokens of prompt and completion so far, (B,) int64 on the device."""
         prompts_B = torch.tensor(self.prompt_lengths, dtype=torch.int64)
         return self.positions_B + prompts_B.to(self.positions_B.device, non_blocking=True)
 

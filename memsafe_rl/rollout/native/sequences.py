@@ -73,14 +73,14 @@ class LiveSequence:
         return len(self.prompt_ids) + self.limit - self.base
 
     def history(self, window: int = 0, *, with_prompt: bool = True) -> Tensor:
-        """Gives prompt and completion, or the last tokens of them, (length,) int64 on the host."""
+        """Returns prompt and completion, or the last tokens of them, (length,) int64 on the host."""
         drawn = torch.tensor(self.ids[-window:], dtype=torch.int64)
         if not with_prompt or (window and len(drawn) >= window):
             return drawn
         return torch.cat([self.prompt_ids[-(window - len(drawn)) :] if window else self.prompt_ids, drawn])
 
     def completion(self, keeps_model_logprobs: bool) -> Completion:
-        """Gives what was drawn."""
+        """Returns what was drawn."""
         logprobs = torch.tensor(self.logprobs, dtype=torch.float32)
         own = torch.tensor(self.model_logprobs, dtype=torch.float32) if keeps_model_logprobs else logprobs
         return Completion(torch.tensor(self.ids, dtype=torch.int64), logprobs, own, self.finished, self.ties)
@@ -140,7 +140,7 @@ class Streams:
 
     @classmethod
     def of(cls, rows: Sequence[LiveSequence], device: torch.device, draws: int | None = None) -> Streams:
-        """Gives the streams of rows as far as they have drawn; noise is made for so many draws, None for several."""
+        """Returns the streams of rows as far as they have drawn; noise is made for so many draws, None for several."""
         with host_memory():
             named = torch.cat(
                 [key_tensor([one.key for one in rows]), torch.tensor([[len(one.ids)] for one in rows])], 1
@@ -153,7 +153,7 @@ class Streams:
         return self._positions_B + self._used if self._used else self._positions_B
 
     def noise(self, vocab: int) -> Noise:
-        """Gives what the next draw needs beside logits."""
+        """Returns what the next draw needs beside logits."""
         if self._ahead is None or self._used == len(self._ahead):
             self._positions_B, self._used, self._ahead = self.positions(), 0, None  # not there beside what is made now
             if self._words_B is None:
@@ -330,7 +330,7 @@ class Drawer:
         histories: Sequence[Tensor] | None = None,
         prompt_lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Gives the scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
+        """Returns the scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
         if not self._processors:
             return logits_BV.float() / self._temperature
         return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
@@ -370,7 +370,7 @@ def _choose(scores_BV: Tensor, noise: Noise | None, temperature: float) -> Draw:
 
 
 def _columns(drawn: Draw, model_logprobs_B: Tensor) -> Tensor:
-    """Gives all that the host wants to know, (4, B) float64, in one piece."""
+    """Returns all that the host wants to know, (4, B) float64, in one piece."""
     columns = (drawn.tokens_B[None], drawn.logprobs_B[None], model_logprobs_B[None], drawn.tied_B[None])
     return torch.cat(columns)  # unlike a stack, it widens types on the way
 
@@ -426,7 +426,7 @@ def check_settings(settings: SamplingSettings, vocab_size: int) -> None:
 
 
 def checked_limits(limits: Sequence[int] | None, prompts: int, max_new_tokens: int) -> Sequence[int]:
-    """Gives each prompt's longest completion; refuses limits that the settings do not allow."""
+    """Returns each prompt's longest completion; refuses limits that the settings do not allow."""
     if limits is None:
         return [max_new_tokens] * prompts
     fit = len(limits) == prompts and all(1 <= limit <= max_new_tokens for limit in limits)
@@ -440,7 +440,7 @@ def check_least_tokens(least: int, most: int) -> None:
 
 
 def _listed(settings: SamplingSettings) -> Iterator[tuple[str, Iterable[int]]]:
-    """Gives every setting that names tokens, as `generation_kwargs` calls it, with its ids."""
+    """Yields every setting that names tokens, as `generation_kwargs` calls it, with its ids."""
     yield "eos_token_id", settings.eos_token_ids
     yield "suppress_tokens", settings.suppress_tokens
     yield "begin_suppress_tokens", settings.begin_suppress_tokens

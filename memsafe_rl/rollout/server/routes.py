@@ -49,7 +49,7 @@ class Server:
                 time.sleep(_POLL_SECONDS)
 
     def version(self) -> str:
-        """Gives the label of the weights that the server says it has."""
+        """Returns the label of the weights that the server says it has."""
         return str(self._read("GET", "/weight_info").get("weight_version"))
 
     def take(self, folder: Path, version: str) -> None:
@@ -63,7 +63,7 @@ class Server:
         self._call("POST", "/resume")
 
     def prompt_logprobs(self, ids: Sequence[int], version: str) -> list[float]:
-        """Gives the log-probs, in nats, of all tokens of a prompt but the first."""
+        """Returns the log-probs, in nats, of all tokens of a prompt but the first."""
         name = f"probe-{version}"
         settings = SamplingSettings(1, ())
         params = {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0}
@@ -72,14 +72,14 @@ class Server:
         return self._of_prompt(answer, ids)
 
     def model(self) -> str:
-        """Gives the name of the model that the server has."""
+        """Returns the name of the model that the server has."""
         try:
             return str(self._read("GET", "/v1/models")["data"][0]["id"])
         except (KeyError, TypeError, IndexError):
             raise ServerError(f"{self.url} does not say which model it has") from None
 
     def text_logprobs(self, model: str, ids: Sequence[int]) -> list[float]:
-        """Gives the log-probs, in nats, of all tokens of a text but the first, by the routes of any vLLM server."""
+        """Returns the log-probs, in nats, of all tokens of a text but the first, by the routes of any vLLM server."""
         asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         choices = self._read("POST", "/v1/completions", {"model": model, "prompt": list(ids), **asked}).get("choices")
         return self._of_prompt(choices[0] if isinstance(choices, list) and choices else None, ids)

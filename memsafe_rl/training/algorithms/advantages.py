@@ -79,7 +79,7 @@ class CriticAdvantages:
         return replace(work, geometry=replace(work.geometry, trainable_bytes=trainable_bytes, unit=unit))
 
     def loss_term(self) -> ValueTerms:
-        """Gives the critic's part of an optimizer step's loss."""
+        """Returns the critic's part of an optimizer step's loss."""
         return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
 
     def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
@@ -109,7 +109,7 @@ class CriticAdvantages:
         rewards_B: Tensor,
         group_size: int,  # noqa: ARG002
     ) -> tuple[Trajectory, dict[str, float]]:
-        """Gives every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
+        """Returns every action of a rollout its advantage and return; whitening is over all rows of all ranks."""
         config, rows = self._config, range(len(trajectory))
         assert trajectory.values is not None, "values come before advantages"
         mask_BT, values_BT = trajectory.loss_mask.pad(rows, 0).bool(), trajectory.values.pad(rows, 0)
@@ -175,7 +175,7 @@ class CriticAdvantages:
         self.kl_scale, self._rollouts = 1.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the factor of the KL coefficients, and the rollouts learnt from."""
+        """Returns the factor of the KL coefficients, and the rollouts learnt from."""
         return {"kl_scale": self.kl_scale, "rollouts": self._rollouts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class CriticAdvantages:
         return scores_B - self._config.missing_eos_penalty * unfinished_B
 
     def _kl(self, trajectory: Trajectory) -> Tensor | None:
-        """Gives each action's KL to the reference, (B, T), estimated where it is not known; None without one."""
+        """Returns each action's KL to the reference, (B, T), estimated where it is not known; None without one."""
         if trajectory.kl is not None:
             return trajectory.kl.pad(range(len(trajectory)), 0)
         if trajectory.ref_logprobs is None:
@@ -321,7 +321,7 @@ def advantages_by_objective(
     objectives: Sequence[Objective],
     estimate: Callable[[Tensor, Tensor], AdvantageResult],
 ) -> AdvantageResult:
-    """Gives every row its advantage; of several objectives, each sees its own rewards alone."""
+    """Returns every row its advantage; of several objectives, each sees its own rewards alone."""
     whole = estimate(rewards_BF, weights_F)
     if not objectives:
         return whole
@@ -332,13 +332,13 @@ def advantages_by_objective(
 
 
 def objective_advantages(advantages: AdvantageResult) -> Tensor | None:
-    """Gives what `Trajectory.objective_advantages` holds."""
+    """Returns what `Trajectory.objective_advantages` holds."""
     columns = [part.advantages_B.masked_fill(part.unscored_B, math.nan) for part in advantages.objectives]
     return torch.stack(columns, 1) if columns else None
 
 
 def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult) -> dict[str, float]:
-    """Gives each objective's mean reward, and the share of rows that it scored."""
+    """Returns each objective's mean reward, and the share of rows that it scored."""
     metrics = {}
     for objective, part in zip(objectives, advantages.objectives, strict=True):
         known = part.rewards_B[~part.unscored_B]
@@ -357,7 +357,7 @@ def leave_one_out_advantages(config: RLOOConfig) -> GroupAdvantages:
 
 
 def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
-    """Gives each row ``A_i = r_i - mean_{j != i} r_j``, ``r = clip(reward) - beta sum_t (log pi - log pi_ref)``.
+    """Returns each row ``A_i = r_i - mean_{j != i} r_j``, ``r = clip(reward) - beta sum_t (log pi - log pi_ref)``.
 
     Sums and means are in float64; a row that no reward function scored is left out, and its advantage is 0.
     """
@@ -389,7 +389,7 @@ def distilled_advantages(coef: float, likeliest: int | None) -> GroupAdvantages:
 
 
 def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
-    """Gives each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t) - b_t)``, with ``A`` of its row's group.
+    """Returns each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t) - b_t)``, with ``A`` of its row's group.
 
     ``b_t``, the likeliest tokens' `expected_gaps` or 0, is the same whichever was drawn: no bias, less noise. Where
     ``A`` is 0, the expected gradient of an on-policy update is that of the tokens' KL to the teacher, given what is
@@ -416,7 +416,7 @@ def token_baseline_advantages() -> GroupAdvantages:
 
 
 def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
-    """Gives each token ``A_t = r - B_t``, in float64, a group at a time."""
+    """Returns each token ``A_t = r - B_t``, in float64, a group at a time."""
     old, sharper, lengths = trajectory.old_logprobs, trajectory.sharper_logprobs, trajectory.actions.lengths
     assert old is not None, "log-probs come before advantages"
     assert sharper is not None, "likewise"
@@ -450,7 +450,7 @@ def _by_turn(
     rewards_B: Tensor,
     group_size: int,
 ) -> Assigned:
-    """Gives the tokens of a turn their episode's advantage and the turn's own; the last turn has the reward's rest."""
+    """Returns each token's episode advantage plus its turn's own; the last turn has the rest of the reward."""
     lengths, played = trajectory.actions.lengths, trajectory.turns or ((),) * len(trajectory)
     turns: dict[int, list[tuple[int, Turn]]] = {}
     for row, sample in enumerate(trajectory.sample_of_row or range(len(trajectory))):

@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 
 
 def scored_rows(trajectory: Trajectory, index: int, rows: Sequence[int]) -> list[int]:
-    """Gives the rows that an objective's reward functions scored."""
+    """Returns the rows that an objective's reward functions scored."""
     values = trajectory.objective_values[index]
     return [row for row in rows if not math.isnan(values[row])]
 
 
 def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, every_row: bool) -> list[int]:
-    """Gives the rows from which an objective can learn something."""
+    """Returns the rows from which an objective can learn something."""
     values, counted = trajectory.objective_values[index], trajectory.counted_actions
     scored = scored_rows(trajectory, index, rows)
     return [row for row in scored if counted[row] > 0 and (every_row or values[row] != 0)]
 
 
 def as_seen_by(trajectory: Trajectory, index: int) -> Trajectory:
-    """Gives a rollout with the advantages of one objective."""
+    """Returns a rollout with the advantages of one objective."""
     assert trajectory.objective_advantages is not None, "the rollout was given advantages without objectives"
     return replace(trajectory, advantages=trajectory.objective_advantages[:, index], objective_advantages=None)
 
@@ -97,7 +97,7 @@ def steered(control: BetaControl, objective: Objective, kl: float) -> BetaContro
 def gradient_metrics(
     objectives: Sequence[Objective], gram_KK: Sequence[Sequence[float]], coefficients_K: Sequence[float], scale: float
 ) -> dict[str, float]:
-    """Gives the length of each objective's gradient, its coefficient in the merge, and the angles between them."""
+    """Returns the length of each objective's gradient, its coefficient in the merge, and the angles between them."""
     metrics = {}
     for index, objective in enumerate(objectives):
         square = gram_KK[index][index]
@@ -163,7 +163,7 @@ class Combiner:
     def merge(
         self, setup: TrainingSetup, gradients: list[list[Tensor]], there: Sequence[bool], step: int
     ) -> dict[str, float]:
-        """Merges the gradients of objectives that are there, having scored a counted action; gives what is logged."""
+        """Merges the gradients of objectives that are there, having scored a counted action; returns what is logged."""
         repeat, config = setup.recovery.repeat, setup.config
         gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
@@ -212,12 +212,12 @@ class Controllers:
 
     @classmethod
     def at_start(cls, config: TrainerConfig) -> Controllers:
-        """Gives where a run begins."""
+        """Returns where a run begins."""
         betas = {objective.name: BetaControl(objective.beta) for objective in config.objective_list}
         return cls(EntropyControl(config.entropy_coef), betas)
 
     def entropy_coef(self, config: TrainerConfig) -> float:
-        """Gives the coefficient of the entropy bonus in the next step."""
+        """Returns the coefficient of the entropy bonus in the next step."""
         if not config.use_adaptive_entropy:
             return config.entropy_coef
         return applied_entropy_coef(self.entropy, config.entropy_target)
@@ -235,11 +235,11 @@ class Controllers:
         return Controllers(self._entropy_after(metrics.get("active_entropy", metrics["entropy"]), config), betas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives plain values for a checkpoint."""
+        """Returns plain values for a checkpoint."""
         return {"entropy": list(self.entropy), "betas": {name: list(control) for name, control in self.betas.items()}}
 
     def loaded(self, state: Mapping[str, Any]) -> Controllers:
-        """Gives where a checkpoint left off."""
+        """Returns where a checkpoint left off."""
         betas = {name: BetaControl(beta, tuple(kls)) for name, (beta, kls) in state.get("betas", {}).items()}
         return Controllers(EntropyControl(*state["entropy"]), {**self.betas, **betas})
 

@@ -83,7 +83,7 @@ class Denoisers(ModelFactory):
         adapter.check()
 
     def sampling_settings(self, adapter: DiffusionAdapter) -> SamplingSettings:
-        """Gives the steps of a chain; how they are drawn, the policy says."""
+        """Returns the steps of a chain; how they are drawn, the policy says."""
         return SamplingSettings(adapter.policy.num_inference_steps, ())
 
     def critic(self, adapter: DiffusionAdapter, wanted: Any, check: Callable[[Any], None]) -> StateCritic:
@@ -94,16 +94,16 @@ class Denoisers(ModelFactory):
         return critic
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
-        """Gives what the policy's ``decode`` makes of the last states."""
+        """Returns what the policy's ``decode`` makes of the last states."""
         return [self._policy.decode(completion.ids[-1]) for completion in completions]
 
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
-        """Gives copies of the last states, float32."""
+        """Returns copies of the last states, float32."""
         with host_memory():
             return [completion.ids[-1].to(torch.float32, copy=True) for completion in completions]
 
     def told(self, shown: Any) -> Any:
-        """Gives a sample's shape and spread, for tables; what is no tensor stays as it is."""
+        """Returns a sample's shape and spread, for tables; what is no tensor stays as it is."""
         if not isinstance(shown, Tensor):
             return shown
         return f"{tuple(shown.shape)}, mean {shown.float().mean():.3g}, std {shown.float().std():.3g}"

@@ -253,7 +253,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
 
 
 def factory_of(model: Any) -> Callable[[TrainerConfig, Any, Any], ModelFactory]:
-    """Gives what makes the factory of a model; language models say what else can be passed."""
+    """Returns what makes the factory of a model; language models say what else can be passed."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     families = (family for family in reversed(MODEL_FAMILIES.values()) if family.matches(inner))
     return next(families, MODEL_FAMILIES["language model"]).function

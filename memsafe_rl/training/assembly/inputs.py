@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
-    """Gives a valid configuration of this library's."""
+    """Returns a valid configuration of this library's."""
     wanted: type[TrainerConfig] = trainer.config_class
     name = trainer.__name__
     if args is None:
@@ -62,13 +62,13 @@ def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
 
 
 def router_losses(config: TrainerConfig, facts: ModelFacts) -> RouterLosses:
-    """Gives the coefficients of the losses on a mixture of experts' routers: the settings, else the model's own."""
+    """Returns the coefficients of the losses on a mixture of experts' routers: the settings, else the model's own."""
     asked, declared = (config.router_aux_loss_coef, config.router_z_loss_coef), vars(facts.router_losses).values()
     return RouterLosses(*(own if coef is None else coef for coef, own in zip(asked, declared, strict=True)))
 
 
 def prompt_room(config: TrainerConfig, facts: ModelFacts, whose: str) -> tuple[int | None, str]:
-    """Gives the longest prompt that leaves room for a completion in a network's context."""
+    """Returns the longest prompt that leaves room for a completion in a network's context."""
     room, length = facts.room_for_prompt(config.max_completion_length), config.max_completion_length
     if room is not None and room <= 0:
         raise refusal("max_completion_length", length=length, whose=whose, positions=facts.max_positions)
@@ -173,7 +173,7 @@ def _check_later_weights(config: TrainerConfig, name: str, value: int) -> None:
 
 
 def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> MemoryPolicy:
-    """Gives the memory policy of a run."""
+    """Returns the memory policy of a run."""
     if isinstance(given, MemoryPolicy):
         return given
     if isinstance(given, type):

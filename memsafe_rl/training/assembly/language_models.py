@@ -141,7 +141,7 @@ class LanguageModels(ModelFactory):
         return OwnModel(own, vocab_size=adapter.geometry.vocab_size)
 
     def sampling_settings(self, adapter: ModelAdapter) -> SamplingSettings:
-        """Gives how tokens are drawn; what the configuration leaves open, the model's generation config says."""
+        """Returns how tokens are drawn; what the configuration leaves open, the model's generation config says."""
         declared = getattr(language_model_of(adapter.model), "generation_config", None)
         say_what_is_left_out(declared)
         ends = eos_token_ids(self.tokenizer, adapter.model)
@@ -152,7 +152,7 @@ class LanguageModels(ModelFactory):
         return settings
 
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
-        """Gives texts, or one message each where prompts are conversations."""
+        """Returns texts, or one message each where prompts are conversations."""
         ids: list[Tensor] = [completion.ids for completion in completions]
         texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
         if isinstance(prompts.prompts[0], str):
@@ -160,11 +160,11 @@ class LanguageModels(ModelFactory):
         return [[{"role": "assistant", "content": text}] for text in texts]
 
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
-        """Gives token ids."""
+        """Returns token ids."""
         return [completion.ids.tolist() for completion in completions]
 
     def told(self, shown: Any) -> Any:
-        """Gives texts and messages, images left out."""
+        """Returns texts and messages, images left out."""
         return hollow(shown)
 
     def run_facts(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class ModelFactory(ABC):
 
     @abstractmethod
     def sampling_settings(self, adapter: Any) -> SamplingSettings:
-        """Gives how samples are drawn.
+        """Returns how samples are drawn.
 
         Args:
             adapter: from `adapt`.
@@ -117,7 +117,7 @@ class ModelFactory(ABC):
 
     @abstractmethod
     def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
-        """Gives samples as reward functions and people see them.
+        """Returns samples as reward functions and people see them.
 
         Args:
             prompts: the rollout's prompts.
@@ -129,7 +129,7 @@ class ModelFactory(ABC):
 
     @abstractmethod
     def plain(self, completions: Sequence[Completion]) -> list[Any]:
-        """Gives samples as reward functions get them by the name ``completion_ids``.
+        """Returns samples as reward functions get them by the name ``completion_ids``.
 
         Args:
             completions: the samples.
@@ -140,7 +140,7 @@ class ModelFactory(ABC):
 
     @abstractmethod
     def told(self, shown: Any) -> Any:
-        """Gives a sample as tables and files can hold it.
+        """Returns a sample as tables and files can hold it.
 
         Args:
             shown: an entry of `shown`.

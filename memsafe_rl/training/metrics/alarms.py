@@ -78,7 +78,7 @@ class AlarmWatch:
         ]
 
     def _begins(self, kind: str, broken: bool) -> bool:
-        """Tells whether an episode begins, and ends one that has held long enough."""
+        """Returns whether an episode begins, and ends one that has held long enough."""
         begins = broken and kind not in self._held_for
         if broken:
             self._held_for[kind] = 0
@@ -91,7 +91,7 @@ class AlarmWatch:
     def _readings(
         self, step: int, metrics: Mapping[str, float], events: Sequence[Mapping[str, Any]]
     ) -> Iterator[tuple[str, _Reading]]:
-        """Gives what the step says about each rule that is on, under the name of its episode."""
+        """Yields what the step says about each rule that is on, under the name of its episode."""
         rules = self._rules
         share, equal = _number(metrics, "completions/clipped_ratio"), _number(metrics, "frac_reward_zero_std")
         judges, kl = _judges(metrics), _number(metrics, "kl")
@@ -159,7 +159,7 @@ def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping
 
 
 def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, float]:
-    """Gives the reward functions that gave the first rollout one value or none; later, all where none gave any."""
+    """Returns the reward functions that gave the first rollout one value or none; later, all where none gave any."""
     found = {}
     without = math.isnan(metrics.get("reward", 0.0))
     for name, mean in metrics.items():
@@ -213,7 +213,7 @@ def _number(metrics: Mapping[str, float], name: str) -> float | None:
 
 
 def _judges(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Gives the seconds of each reward function."""
+    """Returns the seconds of each reward function."""
     before, after = _REWARD_SECONDS
     return {
         name.removeprefix(before).removesuffix(after): seconds
@@ -223,7 +223,7 @@ def _judges(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Gives the seconds of a step, and of its phases."""
+    """Returns the seconds of a step, and of its phases."""
     known = {phase: _number(metrics, f"time/{phase}_seconds") for phase in _REMEDIES}
     step = _number(metrics, "step_time")
     return {phase: seconds for phase, seconds in ({"step": step} | known).items() if seconds is not None}

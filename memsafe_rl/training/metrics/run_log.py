@@ -81,7 +81,7 @@ class RunLog:
                 vars(callback).update(states.pop(0).get("attributes", {}))
 
     def callback_states(self) -> dict[str, Any]:
-        """Gives the states of callbacks that export one, by class as transformers stores them."""
+        """Returns the states of callbacks that export one, by class as transformers stores them."""
         exported = [callback for callback in self._exporting() if _is_plain(callback)]
         states: dict[str, Any] = TrainerState(stateful_callbacks=exported).stateful_callbacks
         return states
@@ -149,7 +149,7 @@ class RunLog:
             self.pending = pending
 
     def of_main(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Gives the main rank's metrics on all ranks, which choose the best step by them."""
+        """Returns the main rank's metrics on all ranks, which choose the best step by them."""
         return self._parallel.gather([metrics])[0]
 
     def begin_step(self, state: RunState) -> None:
@@ -232,7 +232,7 @@ class RunLog:
             state.ending.told.append(event)
 
     def has_unfinished(self, state: RunState) -> bool:
-        """Tells whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
+        """Returns whether a step was cut short before it was logged, evaluated and saved as callbacks wished."""
         asked = any(getattr(self.control, name) for name in _WISHES)
         return state.ending is not None and ("on_step_end" not in state.ending.told or asked)
 
@@ -259,7 +259,7 @@ class RunLog:
         self._show_completions(state)
 
     def _take_averages(self) -> dict[str, float | None]:
-        """Gives the averages since the last record, and begins those of the next."""
+        """Returns the averages since the last record, and begins those of the next."""
         taken = averages(self.pending)
         self.pending.clear()
         return taken

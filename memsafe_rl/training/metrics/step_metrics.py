@@ -117,7 +117,7 @@ class WeightSample:
     pushed: tuple[list[bool], ...]  # whether each of these elements has a gradient other than 0
 
     def lost_share(self) -> float | None:
-        """Gives the share of elements with a gradient that the step left unchanged; None where too few have one."""
+        """Returns the share of elements with a gradient that the step left unchanged; None where too few have one."""
         stayed = [
             value == known
             for tensor, old, pushed in zip(self.tensors, self.before, self.pushed, strict=True)
@@ -160,6 +160,6 @@ def is_due(step: int, warm_up: int, max_steps: int) -> bool:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Gives a view of elements spread over a tensor, with a stride that does not stay in one column."""
+    """Returns a view of elements spread over a tensor, with a stride that does not stay in one column."""
     stride = max(1, tensor.numel() // ELEMENTS_EACH - 1)
     return tensor.detach().view(-1)[::stride][:ELEMENTS_EACH]

@@ -89,11 +89,11 @@ class MasterCopies:
                 self._parked.pop()
 
     def tensors(self) -> list[Tensor]:
-        """Gives the copies."""
+        """Returns the copies."""
         return list(self.parameters)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the copies, bit for bit."""
+        """Returns the copies, bit for bit."""
         return {"copies": [parameter.detach() for parameter in self.parameters]}
 
     @torch.no_grad()
@@ -185,11 +185,11 @@ class StochasticRounding:
         """Does nothing: nothing was moved."""
 
     def tensors(self) -> list[Tensor]:
-        """Gives the buffers of a step under way."""
+        """Returns the buffers of a step under way."""
         return list(self._buffers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the number of steps, which the random numbers follow from."""
+        """Returns the number of steps, which the random numbers follow from."""
         return {"steps": self._steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -152,7 +152,7 @@ class Committer:
             raise refusal("fp16", count=len(half_named), name=half_named[0])
 
     def tensors(self) -> list[Tensor]:
-        """Gives all that is held between steps to move the weights."""
+        """Returns all that is held between steps to move the weights."""
         return [*optimizer_tensors(self.optimizer), *self.half.tensors()]
 
     @property
@@ -161,7 +161,7 @@ class Committer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def read_loss_scale(self) -> float:
-        """Gives what losses are multiplied by before their backward; 1 without a scaler."""
+        """Returns what losses are multiplied by before their backward; 1 without a scaler."""
         return 1.0 if self.scaler is None else float(self.scaler.state_dict()["scale"])
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class Committer:
                 parameter.grad = zeros
 
     def norms(self) -> tuple[float, float]:
-        """Gives the norm of this rank's part of divided gradients, and that of whole ones; may be repeated."""
+        """Returns the norm of this rank's part of divided gradients, and that of whole ones; may be repeated."""
         self.complete_gradients()
         self._unscale()
         known = {id(parameter) for parameter in self.half.parts.whole}
@@ -273,7 +273,7 @@ class Committer:
         self._moving = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the state of optimizer, schedule and scale."""
+        """Returns the state of optimizer, schedule and scale."""
         parts = self.half.parts
         held = parts.each(self.optimizer.state_dict(), self._parts, parts.marked)
         state = {"optimizer": held, "scheduler": self.scheduler.state_dict()}
@@ -381,7 +381,7 @@ class ReferenceMix:
 
 
 def _clip_factors(tensors: Sequence[Tensor], norm: Tensor, max_norm: float) -> ClipFactors:
-    """Gives min(1, max_norm / norm) by device and dtype of what is clipped, as PyTorch's clipping has it."""
+    """Returns min(1, max_norm / norm) by device and dtype of what is clipped, as PyTorch's clipping has it."""
     if max_norm <= 0:
         return {}
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -276,7 +276,7 @@ class LocalParts:
         self._weight_of = {id(part): weight for weight, part in self._divided}
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
-        """Gives what stands for a weight."""
+        """Returns what stands for a weight."""
         return self._part_of.get(id(weight), weight)
 
     def take_gradients(self) -> None:
@@ -379,12 +379,12 @@ class SteppedWeights:
         return 0 if self._wide is None else self._layout.elements * self._wide.scratch_bytes
 
     def stepped(self, weight: nn.Parameter) -> nn.Parameter:
-        """Gives what the optimizer holds for a weight."""
+        """Returns what the optimizer holds for a weight."""
         part = self.parts.of(weight)
         return self._stand_ins.get(id(part), part)
 
     def part_of(self, stepped: nn.Parameter) -> nn.Parameter:
-        """Gives the part of a weight for which the optimizer holds a parameter."""
+        """Returns the part of a weight for which the optimizer holds a parameter."""
         return self._parts.get(id(stepped), stepped)
 
     def open(self) -> None:
@@ -436,12 +436,12 @@ class SteppedWeights:
             self._wide.close()
 
     def tensors(self) -> list[Tensor]:
-        """Gives what is held for the stand-ins now."""
+        """Returns what is held for the stand-ins now."""
         held = [] if self._wide is None else self._wide.tensors()
         return held if self._buffer is None else [*held, self._buffer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives an entry for checkpoints; none where every weight is stepped on directly."""
+        """Returns an entry for checkpoints; none where every weight is stepped on directly."""
         if self._wide is None:
             return {}
         state = self._wide.state_dict()

@@ -44,7 +44,7 @@ def runs_out(work: Callable[[], object]) -> bool:
 
 
 def parts(memory: SimulatedMemory) -> dict[str, int]:
-    """Gives the components that hold anything, in KiB, and checks that they sum to the total."""
+    """Returns the components that hold anything, in KiB, and checks that they sum to the total."""
     split = memory.live_by_component()
     assert list(split) == list(Component)
     assert sum(split.values()) == memory.live_bytes

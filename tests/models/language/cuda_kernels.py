@@ -39,7 +39,7 @@ def _seen(query: Tensor, key: Tensor, causal: bool, scale: float, bias: Tensor |
 
 
 def _per_head(whole: Tensor, query: Tensor) -> Tensor:
-    """Gives every query head keys or values of its own."""
+    """Returns every query head keys or values of its own."""
     return whole.double().repeat_interleave(query.shape[1] // whole.shape[1], 1)
 
 
@@ -258,7 +258,7 @@ def cuda_kernels() -> Iterator[list[str]]:
 
 
 def give_to_cuda() -> list[torch.library.Library]:
-    """Gives a pretend CUDA device these kernels, for as long as what is returned is held.
+    """Returns a pretend CUDA device these kernels, for as long as what is returned is held.
 
     Their arithmetic runs as its other operators do, on the host; only results and workspaces are held on the device.
     """

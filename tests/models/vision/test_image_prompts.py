@@ -80,14 +80,14 @@ def rows_of(ids: Sequence[Tensor], group: int = 3) -> Trajectory:
 
 
 def logprobs(adapter: CausalLMAdapter, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
-    """Gives the log-probs of completion tokens."""
+    """Returns the log-probs of completion tokens."""
     found = adapter.distribution(trajectory, rows, packed=packed)
     logits_MV = adapter.lm.lm_head(found.hidden_MD)
     return torch.log_softmax(logits_MV, -1).gather(1, found.tokens_M[:, None])[:, 0]
 
 
 def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
-    """Gives the same by the model's own forward."""
+    """Returns the same by the model's own forward."""
     ids, family = [*given.ids.tolist(), *action.tolist()], model.config.model_type
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
@@ -114,7 +114,7 @@ def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
 
 
 def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Sequence[int]], packed: bool) -> Tensor:
-    """Gives the gradient of the summed log-probs, run in cuts."""
+    """Returns the gradient of the summed log-probs, run in cuts."""
     adapter.lm.zero_grad()
     for rows in cuts:
         logprobs(adapter, trajectory, rows, packed=packed).sum().backward()

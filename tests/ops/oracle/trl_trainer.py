@@ -98,7 +98,7 @@ def distribution(model: Any, batch: dict[str, Tensor], rows: list[int] | None = 
 def our_scores(
     model: Any, batch: dict[str, Tensor], rows: list[int] | None = None, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Gives our log-probs and entropies, padded."""
+    """Returns our log-probs and entropies, padded."""
     scored = distribution(model, batch, rows)
     logprobs, entropies = token_logprobs(scored, temperature=TEMPERATURE, tile=4, with_entropy=with_entropy)
     return pad_rows(logprobs, scored.lengths), None if entropies is None else pad_rows(entropies, scored.lengths)
@@ -107,7 +107,7 @@ def our_scores(
 def our_inputs(
     model: Any, batch: dict[str, Tensor], settings: LossSettings, rows: list[int] | None = None, **extra: Any
 ) -> LossInputs:
-    """Gives the same step, or some rows of it, as our loss takes it."""
+    """Returns the same step, or some rows of it, as our loss takes it."""
     chosen = list(range(len(LENGTHS))) if rows is None else rows
     width = max(LENGTHS[row] for row in chosen)
 
@@ -135,7 +135,7 @@ def counts_of(batch: dict[str, Tensor], active: Tensor | None = None) -> Denomin
 
 
 def gradient_of(loss: Tensor, model: Any) -> Tensor:
-    """Gives the gradient of all parameters as one vector."""
+    """Returns the gradient of all parameters as one vector."""
     parameters = list(model.parameters())
     grads = torch.autograd.grad(loss, parameters, allow_unused=True)
     pairs = zip(grads, parameters, strict=True)
@@ -143,5 +143,5 @@ def gradient_of(loss: Tensor, model: Any) -> Tensor:
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
-    """Gives the norm of the difference over the norm of what is expected."""
+    """Returns the norm of the difference over the norm of what is expected."""
     return float((actual - expected).norm() / expected.norm())

@@ -133,7 +133,7 @@ def draw(model: Any, body: dict[str, Any], version: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def prompt_logprobs(model: Any, ids: list[int]) -> list[Any]:
-    """Gives what a server says of a prompt's tokens; nothing of the first."""
+    """Returns what a server says of a prompt's tokens; nothing of the first."""
     rows_LV = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     return [None, *({str(token): {"logprob": float(row[token])}} for token, row in zip(ids[1:], rows_LV, strict=False))]
 
