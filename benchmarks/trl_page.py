@@ -2,8 +2,8 @@
 
     python -m benchmarks.trl_page
 
-What is honoured, refused or taken is read from the declarations of settings and from `config/refused.yaml`; only the
-notes stand here. `tests/config/test_trl_page.py` holds the page to what this gives.
+What is honoured, refused or taken is read from the declarations of settings and `config/unsupported.yaml`; only the notes
+stand here. `tests/config/test_trl_page.py` holds the page to what this gives.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import trl
 
 import memsafe_rl
-from memsafe_rl.config.refusals import ALIASES, REFUSED
 from memsafe_rl.config.settings import ALGORITHMS
+from memsafe_rl.config.unsupported import ALIASES, REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "trl-settings.md"
 ALGORITHMS_OF_TRL = ("GRPO", "RLOO")
@@ -147,7 +147,7 @@ def page() -> str:
 
 
 INTRODUCTION = """\
-Written by `python -m benchmarks.trl_page` from the declarations of settings and `memsafe_rl/config/refused.yaml`; a
+Written by `python -m benchmarks.trl_page` from the declarations of settings and `memsafe_rl/config/unsupported.yaml`; a
 test holds it to them. A name without brackets is of both GRPO and RLOO. A refused setting is accepted at its off value.
 What differs in how a run works is in [What differs from TRL](trl.md)."""
 

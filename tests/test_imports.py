@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "memsafe_rl"
 
 RANKS = (
-    {"accounting", "durable", "errors", "hub", "prefix_tree", "records", "slices", "types", "units"},
+    {"accounting", "durable", "errors", "hub", "micro_batches", "prefix_tree", "records", "types", "units"},
     {"ops", "rewards"},
     {"models", "memory"},
     {"parallel"},

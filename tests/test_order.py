@@ -1,4 +1,4 @@
-from memsafe_rl.slices import Cursor, permutation, prompt_order, rows_of_step
+from memsafe_rl.micro_batches import Cursor, permutation, prompt_order, rows_of_step
 
 
 def test_the_cursor_walks_steps_then_passes_then_rollouts() -> None:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, get_args
 import yaml
 
 from memsafe_rl.config.declaring import Setting, declare, read, setting
-from memsafe_rl.config.refusals import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.config.settings import DECLARED
+from memsafe_rl.config.unsupported import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.errors import DataError, Refusals
 from memsafe_rl.memory.budget import check_budget
 

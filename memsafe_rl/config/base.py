@@ -23,8 +23,8 @@ from memsafe_rl.config import generation_options
 from memsafe_rl.config.alarm_rules import AlarmRules, KLStop, read_kl_stop, read_rules
 from memsafe_rl.config.degradation import QUANTISED_CACHE
 from memsafe_rl.config.objectives import Objective, read_objectives
-from memsafe_rl.config.refusals import ALIASES, REFUSED, admit
 from memsafe_rl.config.settings import TrainerSettings
+from memsafe_rl.config.unsupported import ALIASES, REFUSED, admit
 from memsafe_rl.config.validation import validate
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.types import LossSettings

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from memsafe_rl.config import refusal
 from memsafe_rl.config.declaring import Range, check_in, read
-from memsafe_rl.config.refusals import REFUSED_OPTIONS, admit
 from memsafe_rl.config.settings import DECLARED
+from memsafe_rl.config.unsupported import REFUSED_OPTIONS, admit
 from memsafe_rl.rollout.native.processors import processors_of
 from memsafe_rl.rollout.native.sequences import check_least_tokens, text_stops
 from memsafe_rl.types import SamplingSettings

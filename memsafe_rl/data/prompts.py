@@ -18,11 +18,11 @@ from torch import Tensor
 
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
+from memsafe_rl.micro_batches import prompt_order
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.vision.families import KNOWN
 from memsafe_rl.rollout.multi_turn.chat import check_template, shows_image
 from memsafe_rl.rollout.multi_turn.protocol import ImageContexts
-from memsafe_rl.slices import prompt_order
 
 Repeat = Callable[..., Any]
 """Runs a function on its arguments, again where memory runs out, and gives what it gives."""

@@ -13,12 +13,12 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.micro_batches import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock, RowCache
 from memsafe_rl.models.host_weights import HostWeights
 from memsafe_rl.models.routing import RouterLosses, Routers
 from memsafe_rl.ops.registry import Registry
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import Distribution, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 Context = Callable[[], AbstractContextManager[object]]

@@ -13,13 +13,13 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import plain_plan
 from memsafe_rl.memory.simulated.caching_allocator import Reserved
+from memsafe_rl.micro_batches import measure_slices
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.preflight.speed import DeviceSpeed, Work, WorkCounter
 from memsafe_rl.preflight.what_fits import Job
 from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
-from memsafe_rl.slices import measure_slices
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, UpdatePlan, UpdateWork
 from memsafe_rl.units import format_bytes, format_seconds

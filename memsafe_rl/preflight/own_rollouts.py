@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from heapq import nlargest
 
 from memsafe_rl.data.prompts import prompt_of
+from memsafe_rl.micro_batches import packing_saves
 from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.preflight.worst_case import Longest, Probe
 from memsafe_rl.preflight.worst_rows import PlannedStep, Step, largest_slices, planned, steps_of
-from memsafe_rl.slices import packing_saves
 from memsafe_rl.training.collector import served_by
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork

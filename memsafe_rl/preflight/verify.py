@@ -27,10 +27,10 @@ from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.host_memory import to_host
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import active_simulation
+from memsafe_rl.micro_batches import measure_slices
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.preflight.worst_case import untouched
-from memsafe_rl.slices import measure_slices
 from memsafe_rl.training.algorithms.objectives import Controllers
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.gradient import StepTerms

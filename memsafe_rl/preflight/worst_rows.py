@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.simulated.workspaces import QUERIES
-from memsafe_rl.preflight.fake.device import true_numbers
-from memsafe_rl.slices import (
+from memsafe_rl.micro_batches import (
     Cursor,
     attention_runs,
     companions,
@@ -27,6 +26,7 @@ from memsafe_rl.slices import (
     telling,
     widest,
 )
+from memsafe_rl.preflight.fake.device import true_numbers
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Phase, Trajectory, UpdatePlan, UpdateWork

@@ -18,11 +18,11 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import to_host
 from memsafe_rl.memory.runtime.recovery import Attempt
+from memsafe_rl.micro_batches import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.gaussian import gaussian_entropies, gaussian_kl, gaussian_logprobs
 from memsafe_rl.ops.logprobs import choice_logprobs, pad_rows, token_logprobs
-from memsafe_rl.slices import MicroBatch, cut_by_tokens, packing_saves
 from memsafe_rl.types import (
     Distribution,
     GaussianDistribution,

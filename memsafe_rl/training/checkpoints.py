@@ -36,8 +36,8 @@ from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, 
 from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.micro_batches import Cursor
 from memsafe_rl.models.module_state import copy_weights
-from memsafe_rl.slices import Cursor
 from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog

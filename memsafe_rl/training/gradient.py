@@ -17,6 +17,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory, is_on_host
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.host_memory import offloaded, to_device, to_host
+from memsafe_rl.micro_batches import MicroBatch, MicroBatchGroup
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.compiling import compiled_blocks
 from memsafe_rl.models.critic import Critic
@@ -29,7 +30,6 @@ from memsafe_rl.ops.sampling import hash_fields, uniform_noise
 from memsafe_rl.parallel.one_process import WHOLE
 from memsafe_rl.parallel.shards import Shards
 from memsafe_rl.rollout.scoring import RowScores, score_rows, value_rows
-from memsafe_rl.slices import MicroBatch, MicroBatchGroup
 from memsafe_rl.training import refusal
 from memsafe_rl.types import (
     Denominators,

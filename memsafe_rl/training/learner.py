@@ -19,8 +19,8 @@ from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.planning.policies import check_packing
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import watch_gradients
+from memsafe_rl.micro_batches import Cursor, rows_of_step
 from memsafe_rl.ops.losses import LOSSES
-from memsafe_rl.slices import Cursor, rows_of_step
 from memsafe_rl.training import failure, refusal
 from memsafe_rl.training.algorithms.objectives import Controllers, with_objectives
 from memsafe_rl.training.gradient import (

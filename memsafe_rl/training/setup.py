@@ -26,6 +26,7 @@ from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.recovery import RandomState, Recovery
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
+from memsafe_rl.micro_batches import Cursor
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.one_process import WHOLE, OneProcess
 from memsafe_rl.parallel.replicas import Parallel
@@ -34,7 +35,6 @@ from memsafe_rl.records import RecordLog
 from memsafe_rl.rewards.runner import RewardRunner, RewardScores
 from memsafe_rl.rollout.engine import RolloutEngine
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
-from memsafe_rl.slices import Cursor
 from memsafe_rl.training.algorithms.advantages import Advantages
 from memsafe_rl.training.algorithms.objectives import Combiner, Controllers
 from memsafe_rl.training.assembly.protocol import ModelFactory

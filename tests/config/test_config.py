@@ -36,7 +36,6 @@ from memsafe_rl.config import validation
 from memsafe_rl.config.alarm_rules import KLStop
 from memsafe_rl.config.declaring import declare, grouped, setting
 from memsafe_rl.config.grpo import GRPOConfig
-from memsafe_rl.config.refusals import ALIASES, REFUSED
 from memsafe_rl.config.settings import (
     ALGORITHMS,
     CACHES,
@@ -47,6 +46,7 @@ from memsafe_rl.config.settings import (
     GRPOSettings,
     RLOOSettings,
 )
+from memsafe_rl.config.unsupported import ALIASES, REFUSED
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy

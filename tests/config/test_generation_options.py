@@ -18,8 +18,8 @@ from memsafe_rl.config.generation_options import (
     OTHER_FIELDS,
     say_what_is_left_out,
 )
-from memsafe_rl.config.refusals import REFUSED_OPTIONS
 from memsafe_rl.config.resume_checks import run_facts
+from memsafe_rl.config.unsupported import REFUSED_OPTIONS
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.rollout.native.sequences import Drawer
 from memsafe_rl.types import SamplingSettings

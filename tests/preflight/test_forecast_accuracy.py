@@ -17,8 +17,8 @@ from transformers import BitsAndBytesConfig, T5Config, T5ForConditionalGeneratio
 from benchmarks.forecast_error import beside as forecast_and_run
 from benchmarks.forecast_error import errors_of, save_network
 from benchmarks.random_runs import draw_run
+from memsafe_rl.micro_batches import permutation
 from memsafe_rl.preflight.fake.device import fake_device, true_numbers
-from memsafe_rl.slices import permutation
 from memsafe_rl.types import Phase
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -10,11 +10,11 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl import AdaptivePolicy, FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
+from memsafe_rl.micro_batches import cut_work
 from memsafe_rl.preflight import own_rollouts as own_rollouts_module
 from memsafe_rl.preflight.own_rollouts import candidates, own_rollouts, worst_trials
 from memsafe_rl.preflight.worst_case import Longest, find_longest
 from memsafe_rl.preflight.worst_rows import PlannedStep, Step
-from memsafe_rl.slices import cut_work
 from memsafe_rl.types import Phase, UpdateWork
 from tests.preflight import beside
 from tests.tiny import tiny_model, tiny_tokenizer

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from memsafe_rl.micro_batches import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.models.decoding.shared_prefix_cache import PromptBlock
-from memsafe_rl.slices import MicroBatchGroup, token_micro_batches, token_work
 from memsafe_rl.types import LinearHead, ModelGeometry, TokenDistribution, Trajectory, UpdateWork
 
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from memsafe_rl.micro_batches import cut_by_tokens
 from memsafe_rl.rollout.scoring import score_rows
-from memsafe_rl.slices import cut_by_tokens
 from memsafe_rl.types import Ragged, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 from tests.rollout.fake_adapter import FakeAdapter
 from tests.rollout.plainly import generate, score_all

@@ -21,10 +21,10 @@ from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.micro_batches import Walk, cut_trees
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser
-from memsafe_rl.slices import Walk, cut_trees
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.samples import Rollout
@@ -238,7 +238,7 @@ def test_how_episodes_are_cut_changes_no_gradient(tmp_path: Path, template: str 
 @pytest.mark.slow
 def test_turns_that_repeat_others_are_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the template that forgets, later turns repeat earlier ones; a pass too small for all walks their tree."""
-    monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 16)
+    monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 16)
     found = []
     for plan in ({"pack_prompts": False}, {"pack_prompts": True}, {"micro_batch_tokens": 90, "pack_prompts": True}):
         model = tiny_model(positions=512, dtype=torch.float64)

@@ -119,7 +119,7 @@ def test_the_gradient_does_not_depend_on_the_cut(
     with InDouble() if dtype is torch.float64 else nullcontext():  # norms that go through float32 see packed rows
         trainer, apart = cut_from_the_start() if dtype is torch.float64 else (trainer, whole)
         assert relative(gradient_under(trainer, cut(40, pack_prompts=True)), apart) < tolerance
-        monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 1)  # a prompt is run before its completions
+        monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 1)  # a prompt is run before its completions
         assert relative(cut_from_the_start(micro_batch_tokens=1, pack_prompts=True)[1], apart) < tolerance
 
 

@@ -12,10 +12,10 @@ from peft import LoraConfig
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.micro_batches import cut_columns
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import TrainedSteps, prepare_policy
 from memsafe_rl.rollout.scoring import score_all, score_rows
-from memsafe_rl.slices import cut_columns
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, RolloutPlan, UpdatePlan
 from tests.models.diffusion.small import (

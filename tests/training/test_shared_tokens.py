@@ -15,11 +15,11 @@ from torch import Tensor
 from benchmarks.unique_tokens import lay_out
 from memsafe_rl.memory.runtime.recovery import flush_autograd
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.micro_batches import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.packing import pack_rows
 from memsafe_rl.prefix_tree import MOST_LEVELS
 from memsafe_rl.preflight.worst_rows import tried_places
-from memsafe_rl.slices import Walk, cut_trees, measure_slices, packed_tokens, pieces_of, token_work
 from memsafe_rl.training.gradient import StepGradient, StepTerms, accumulate_gradient
 from memsafe_rl.types import Denominators, LossSettings, Trajectory, UpdatePlan
 from tests.models.language.test_packing import InDouble, adapter_of, distance, model_of
@@ -80,7 +80,7 @@ PLAIN = UpdatePlan(micro_batch_tokens=400)
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 8)
+    monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 8)
     trajectory = episodes(len(family), rewrites=rewrites)
     with InDouble():
         adapter = adapter_of(model_of(family, torch.float64))
@@ -97,7 +97,7 @@ def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, mon
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("window", [2, 7, 20, 33, 64, 100])
 def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 8)
+    monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 8)
     trajectory = episodes(window, rewrites=True)
     adapter = adapter_of(model_of("gemma3", window=window, layers=3))
     _, wanted = learn(adapter, trajectory, PLAIN)
@@ -112,7 +112,7 @@ def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytes
 def test_activations_made_anew_or_moved_change_no_bit(
     how: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memsafe_rl.slices._LEAST_TRUNK", 8)
+    monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 8)
     trajectory, adapter = episodes(5, rewrites=rewrites), adapter_of(model_of("qwen3"))
     for tokens in plans(trajectory, adapter):
         plan = UpdatePlan(micro_batch_tokens=tokens, pack_prompts=True)

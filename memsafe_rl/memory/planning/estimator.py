@@ -18,7 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from memsafe_rl.slices import SourceSlices, measure_slices, measure_sources, packing_saves, source_tokens
+from memsafe_rl.micro_batches import SourceSlices, measure_slices, measure_sources, packing_saves, source_tokens
 from memsafe_rl.types import (
     SCORE_ELEMENTS,
     Component,

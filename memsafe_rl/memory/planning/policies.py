@@ -42,7 +42,7 @@ from memsafe_rl.memory.planning.search import (
     next_plan,
     with_prediction,
 )
-from memsafe_rl.slices import measure_slices, packing_saves
+from memsafe_rl.micro_batches import measure_slices, packing_saves
 from memsafe_rl.types import (
     COMPILE_MODES,
     MemoryFailure,

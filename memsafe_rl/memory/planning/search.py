@@ -22,7 +22,7 @@ from memsafe_rl.memory.planning.estimator import (
     update_parts,
     wave_rows,
 )
-from memsafe_rl.slices import measure_slices
+from memsafe_rl.micro_batches import measure_slices
 from memsafe_rl.types import (
     Component,
     MemoryFailure,

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memsafe_rl.accounting import autocast_bytes, host_memory
+from memsafe_rl.micro_batches import MicroBatchGroup, step_micro_batches, step_work
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.blocks import blocks_of, recomputed
 from memsafe_rl.models.diffusion.policy import Condition, DiffusionPolicy, policy_of
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.module_state import as_reference
-from memsafe_rl.slices import MicroBatchGroup, step_micro_batches, step_work
 from memsafe_rl.types import GaussianDistribution, ModelGeometry, Trajectory, UnitBytes, UpdateWork
 
 

@@ -28,12 +28,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.micro_batches import like_lengths
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
 from memsafe_rl.models.module_state import implementation
 from memsafe_rl.ops.fixed_tiles import FIXED_TILES
 from memsafe_rl.prefix_tree import Node, branches_of, fork, grow
-from memsafe_rl.slices import like_lengths
 from memsafe_rl.types import Trajectory
 
 ATTENTION = "memsafe_rl_packed"

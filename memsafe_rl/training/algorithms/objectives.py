@@ -18,10 +18,10 @@ from torch import Tensor
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.objectives import Objective
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.micro_batches import merge_orders
 from memsafe_rl.ops.entropy import EntropyControl, adaptive_entropy_coef, applied_entropy_coef
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.ops.merging import add_up, cosines, exact_factors, gram_matrix, merge_weights
-from memsafe_rl.slices import merge_orders
 from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
 from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
 from memsafe_rl.types import Denominators, Trajectory

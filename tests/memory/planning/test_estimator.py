@@ -13,13 +13,13 @@ from benchmarks.small import small_t5
 from memsafe_rl.memory.planning.estimator import rollout_parts, score_parts, update_parts, wave_rows
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.micro_batches import cut_by_tokens, measure_slices
 from memsafe_rl.models.language.base import LanguageAdapter
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.models.language.factory import adapter_for
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.rollout.scoring import score_all
-from memsafe_rl.slices import cut_by_tokens, measure_slices
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
 from memsafe_rl.types import (
     Component,

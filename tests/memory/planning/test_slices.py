@@ -7,7 +7,7 @@ import pytest
 
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
-from memsafe_rl.slices import (
+from memsafe_rl.micro_batches import (
     cut_by_prompt,
     cut_work,
     measure_slices,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memsafe_rl.accounting import only_bytes_matter
-from memsafe_rl.slices import packed_tokens, token_micro_batches
+from memsafe_rl.micro_batches import packed_tokens, token_micro_batches
 from memsafe_rl.types import UpdateWork
 
 WORK = UpdateWork((12, 9, 7, 7, 4), (4, 5, 3, 2, 1), None)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Names that are refused, with the reason and the nearest way, and other names of a setting: `refused.yaml`, read."""
+"""Settings that are refused by name, with reason and remedy (`unsupported.yaml`), and other names of those we have."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _read_section(section: Mapping[str, Any]) -> dict[str, Refusal]:
     return refusals
 
 
-_TABLE = texts_beside(__file__, "refused.yaml")
+_TABLE = texts_beside(__file__, "unsupported.yaml")
 REFUSED = _read_section(_TABLE["settings"])
 """Every setting of TRL 1.16's GRPOConfig that is not here (see `ALIASES` too), and some of earlier versions."""
 REFUSED_OPTIONS = _read_section(_TABLE["generation_kwargs"])
