@@ -36,7 +36,7 @@ def results(name: str) -> dict[str, Any]:
 
 def table() -> str:
     """Returns the rows of the README's table, as Markdown."""
-    lines = ["| | peak above the weights | TRL 1.16 | ratio | time beside TRL |", "|---|---|---|---|---|"]
+    lines = ["| peak memory above the weights | here | TRL 1.16 | ratio | ratio of times |", "|---|---|---|---|---|"]
     for name, text in SETTINGS.items():
         sides = results("step")["results"][name]["sides"]
         ours, theirs = sides["memsafe_rl"], sides["TRL, defaults"]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.trl_page
 
-What is honoured, refused or taken is read from the declarations of settings and `config/unsupported.yaml`; only the notes
-stand here. `tests/config/test_trl_page.py` holds the page to what this gives.
+What is honoured, refused or taken is read from the declarations of settings and `config/unsupported.yaml`; only the
+notes stand here. `tests/config/test_trl_page.py` holds the page to what this gives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Learns sums with GRPO in a few minutes on two cores, from nothing: `python -m examples.quickstart`.
+"""Learns sums with GRPO in a few minutes on one core, from nothing: `python -m examples.quickstart`.
 
 A small Qwen3 is made on the spot and warmed up with supervision: first on right answers, then on partly wrong ones, so
 that it knows how to add and yet answers badly when it is sampled. GRPO then sees only whether an answer is right. A
