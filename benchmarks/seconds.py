@@ -3,8 +3,9 @@
     python -m benchmarks.seconds [--settings 10] [--seed 0]
 
 Random small networks, rows, lengths, LoRA or all weights: seconds of a step as `forecast_memory` estimates them from a
-calibration of this machine, beside those of a run whose completions all reach their full length. One thread, and its
-processor seconds, so that other work on the machine counts little; the first step, which warms up, is left out.
+calibration of this machine just before, beside those of a run whose completions all reach their full length. One
+thread, and its processor seconds, so that other work on the machine counts little; of the steps after the first, which
+warms up, the median.
 
 Writes `benchmarks/results/seconds.json`; exits with 1 if an estimate is off by more than 30 %.
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,14 @@ def compare(setting: Setting) -> Found:
             "processing_class": filled_tokenizer(setting.vocab),
             "peft_config": LoraConfig(r=8, target_modules="all-linear") if setting.lora else None,
         }
+        measured_speed.cache_clear()  # a shared machine is not as fast in one minute as in the next
         speed = measured_speed(torch.device("cpu"), torch.float32, time.process_time)
         forecast = forecast_memory(folder, config, device_bytes="64GiB", device="cpu", speed=speed, **inputs)
         clock = Clock()
         GRPOTrainer(folder, pay, args=config, callbacks=[clock], **inputs).train()
     if forecast.step_seconds is None:
         raise AssertionError("tokens are decoded here, so their seconds are estimated")
-    measured = (clock.ends[-1] - clock.ends[0]) / (len(clock.ends) - 1)
+    measured = statistics.median(end - start for start, end in pairwise(clock.ends))
     return Found(setting, forecast.step_seconds.step, measured)
 
 

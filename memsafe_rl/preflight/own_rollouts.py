@@ -55,10 +55,7 @@ class Trial:
 
 
 def own_rollouts(setup: TrainingSetup, longest: Longest) -> list[Longest]:
-    """Returns a run's rollouts in order, or some of those that may come where that depends on what is drawn.
-
-    One of the longest prompts stands for all where nobody knows others, and for those beyond the prompts looked at.
-    """
+    """Returns a run's rollouts, or such as may come; the longest prompts stand for those that nobody knows."""
     config, source = setup.config, setup.source
     if not longest.longest_prompts or source.prompts_per_epoch is None or setup.environments is not None:
         return [longest]

@@ -32,9 +32,10 @@ from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
 _WIDTHS = (1, 4, 16, 64, 256)
 """Narrowest sides of the products that are timed; a wide product is as fast as the widest of them."""
-_SIDE, _MATRICES = 1024, 24
+_SIDES, _ELEMENTS = (256, 1024), 24 * 2**20
+"""Sides of the matrices that are timed, and elements of all: more than caches hold, since each token reads all."""
 _TIMED_SECONDS = 0.15
-_MOVED_ELEMENTS = 2**20
+_MOVED_ELEMENTS = 2**22
 _NARROW, _DRAWN_TOKENS = 32, 16
 _SPANS = 7
 _TERA, _GIGA = 1e12, 1e9
@@ -67,7 +68,8 @@ class DeviceSpeed:
 
     name: str  # of the device
     source: str  # how its figures are known, for people
-    flops: Mapping[int, float]  # operations a second of products, by their narrowest side, ascending
+    # operations a second of products, by the side of a square matrix and their narrowest side, ascending
+    flops: Mapping[int, Mapping[int, float]]
     bytes_per_second: float  # read and written by kernels that are no products
     launch_seconds: Mapping[Phase, float]  # from one kernel to the next where both do nearly nothing, in each phase
     waits: bool  # whether a kernel starts when the one before has ended, as on a CPU; else launches and work overlap
@@ -82,9 +84,11 @@ class DeviceSpeed:
         return launched + worked + brought if self.waits else max(launched, worked, brought)
 
     def _busy(self, kernel: Kernel) -> float:
-        widths, rates = zip(*sorted(self.flops.items()), strict=True)
-        computed = kernel.flops / float(np.interp(kernel.width, widths, rates)) if kernel.flops else 0.0
-        return max(computed, kernel.moved_bytes / self.bytes_per_second)
+        rates = [np.interp(kernel.width, [*known], [*known.values()]) for known in self.flops.values()]
+        side = math.sqrt(kernel.flops / 2 / max(1, kernel.width))
+        return max(
+            kernel.flops / float(np.interp(side, [*self.flops], rates)), kernel.moved_bytes / self.bytes_per_second
+        )
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -155,13 +159,13 @@ def measured_speed(
 
 def _measure(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> DeviceSpeed:
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(mode=False):
-        # as many as no cache holds: those of a network are read anew for every token
-        weights = [torch.ones(_SIDE, _SIDE, device=device, dtype=dtype) for _ in range(_MATRICES)]
-        rates = {}
-        for width in _WIDTHS:
-            rows = torch.ones(width, _SIDE, device=device, dtype=dtype)
-            layers = functools.partial(_multiply, rows, weights)
-            rates[width] = 2 * width * _SIDE**2 * _MATRICES / _time(layers, device, clock)
+        rates: dict[int, dict[int, float]] = {side: {} for side in _SIDES}
+        for side in _SIDES:
+            weights = [torch.ones(side, side, device=device, dtype=dtype) for _ in range(_ELEMENTS // side**2)]
+            for width in _WIDTHS:
+                rows = torch.ones(width, side, device=device, dtype=dtype)
+                layers = functools.partial(_multiply, rows, weights)
+                rates[side][width] = 2 * width * _ELEMENTS / _time(layers, device, clock)
         one, other = (torch.ones(_MOVED_ELEMENTS, device=device) for _ in range(2))
         moved = 3 * one.nbytes / _time(functools.partial(torch.add, one, other), device, clock)
         there = torch.ones(_MOVED_ELEMENTS, pin_memory=device.type == "cuda")
@@ -233,7 +237,7 @@ def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
     return DeviceSpeed(
         name=card.name,
         source=f"an estimate from its data sheet and a bus of {bus} GB/s, not measured",
-        flops={width: peak * share for width, share in assumed["share_of_peak_by_width"].items()},
+        flops={0: {width: peak * share for width, share in assumed["share_of_peak_by_width"].items()}},
         bytes_per_second=sheet["gigabytes_per_second"] * _GIGA * assumed["share_of_bandwidth"],
         launch_seconds=dict.fromkeys(Phase, assumed["launch_microseconds"] * 1e-6),
         waits=False,

@@ -389,6 +389,10 @@ def random_runs() -> list[Row]:
         "CPU, seed 2512, commit c09a27d (five runs under `seed_2512_before`)": cpu["seed_2512"]
         | cpu["seed_2512_before"],
         "CPU, seed 2512, made again on commit 008fddc (`seed_2512`)": cpu["seed_2512"],
+        "CPU, seed 0, commit bd005f8 (`seed_0`)": cpu["seed_0"],
+        "pretend CUDA device, seed 0, commit 631b061 (two runs under `seed_0_before`)": pretend["seed_0"]
+        | pretend["seed_0_before"],
+        "pretend CUDA device, seed 0, made again on commit bd005f8 (`seed_0`)": pretend["seed_0"],
     }
     return [(name, of_series(runs)) for name, runs in series.items()]
 

@@ -38,8 +38,8 @@ from memsafe_rl.units import format_seconds
 from tests.tiny import tiny_model, tiny_tokenizer
 
 EVERY_HALF = dict.fromkeys(Phase, 0.5)
-SLOW = DeviceSpeed("slow", "made up", {1: 100.0, 11: 200.0}, 10.0, EVERY_HALF, waits=True)
-GIGAFLOP = DeviceSpeed("one", "made up", {1: 1e9}, 1e30, dict.fromkeys(Phase, 0.0), waits=True)
+SLOW = DeviceSpeed("slow", "made up", {4: {1: 100.0, 11: 200.0}}, 10.0, EVERY_HALF, waits=True)
+GIGAFLOP = DeviceSpeed("one", "made up", {4: {1: 1e9}}, 1e30, dict.fromkeys(Phase, 0.0), waits=True)
 """Only products take time on it."""
 
 
@@ -76,18 +76,25 @@ class TestDeviceSpeed:
         work.kernels[Kernel(0, 0, 40)] += 1
         assert SLOW.seconds(work, Phase.UPDATE) == pytest.approx(3 * 0.5 + 2 * 2.0 + 4.0)
 
+    def test_a_product_with_a_small_matrix_is_slower(self) -> None:
+        speed = replace(GIGAFLOP, flops={4: {1: 1.0, 3: 3.0}, 8: {1: 10.0, 3: 30.0}})
+        for side, rate in ((2, 3.0), (4, 3.0), (6, 16.5), (8, 30.0), (16, 30.0)):
+            work = Work()
+            work.kernels[Kernel(3, 2 * 3 * side**2, 0)] += 1
+            assert speed.seconds(work, Phase.UPDATE) == pytest.approx(2 * 3 * side**2 / rate)
+
     def test_launches_hide_behind_work_where_a_device_does_not_wait(self) -> None:
         work = Work()
         work.kernels[Kernel(0, 0, 10)] += 4
         for launch, seconds in ((0.5, 4.0), (3.0, 12.0)):
-            speed = DeviceSpeed("", "", {1: 1.0}, 10.0, {Phase.ROLLOUT: launch}, waits=False)
+            speed = DeviceSpeed("", "", {1: {1: 1.0}}, 10.0, {Phase.ROLLOUT: launch}, waits=False)
             assert speed.seconds(work, Phase.ROLLOUT) == seconds
 
     @pytest.mark.slow
     def test_this_machine_is_measured(self) -> None:
         speed = measured_speed(torch.device("cpu"), torch.float32)
         assert speed.waits
-        assert speed.flops[256] > speed.flops[1] > 1e8
+        assert all(rates[256] > rates[1] > 1e8 for rates in speed.flops.values())
         assert set(speed.launch_seconds) == {Phase.ROLLOUT, Phase.SCORE, Phase.UPDATE}
         assert all(1e-7 < seconds < 1e-2 for seconds in speed.launch_seconds.values())
         assert speed.bytes_per_second > 1e8
@@ -105,7 +112,7 @@ class TestDeviceSpeed:
     def test_every_sheet_can_be_read(self) -> None:
         for name in DATA_SHEETS["cards"]:
             half, single = (speed_of_card(name, dtype) for dtype in (torch.bfloat16, torch.float32))
-            assert half.flops[256] > single.flops[256] > 1e12
+            assert half.flops[0][256] > single.flops[0][256] > 1e12
             assert "not measured" in half.source
 
 
@@ -174,7 +181,7 @@ class TestStepSeconds:
 
     @pytest.mark.slow
     def test_weights_that_come_from_the_host_take_the_bus_for_every_token(self, tmp_path: Path) -> None:
-        bus = replace(GIGAFLOP, flops={1: 1e30}, waits=False, bus_bytes_per_second=1e6)
+        bus = replace(GIGAFLOP, flops={4: {1: 1e30}}, waits=False, bus_bytes_per_second=1e6)
         plans = RolloutPlan(rows_in_flight=4, resident_blocks=0), UpdatePlan(resident_blocks=1, checkpointing=True)
         lora = LoraConfig(r=2, target_modules=["q_proj"])
         found = forecast(tmp_path, bus, layers=4, peft_config=lora, memory_policy=FixedPolicy(*plans)).step_seconds
