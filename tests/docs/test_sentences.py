@@ -368,7 +368,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     (
         FIGURES,
-        "| faults | # in # runs: # in updates, # in rollouts, # in scoring, # in an optimizer step |",
+        "| faults | # in # runs: # in updates, # in rollouts, # in scoring, # in optimizer steps |",
         lambda: [
             *device_storm("faults", "runs"),
             *faults("device_storm", "update", "rollout", "score", "optimizer")[1:],
@@ -376,7 +376,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     ),
     (FIGURES, "| most bytes pinned when a retry began | # |", lambda: device_storm("pinned_bytes")),
     (FIGURES, "| final weights, worst | # of the distance travelled; bit", lambda: device_storm("weights_apart")),
-    (FIGURES, "| time | # s on a busy machine |", lambda: device_storm("seconds")),
+    (FIGURES, "| time | # s |", lambda: device_storm("seconds")),
     ("docs/device.md", "| # refused allocations at length", lambda: device_storm("faults")),
     (
         FIGURES,
