@@ -58,7 +58,7 @@ class CudaFunctions(TorchFunctionMode):
         if func is torch.autograd.backward:
             with self:  # for blocks that are recomputed; edges do not come here again, as tensors would
                 return func(tuple(map(get_gradient_edge, args[0])), *args[1:], **kwargs)
-        if func is torch.tensor and kwargs.get("device") in (None, "cpu") and isinstance(args[0], (int, float)):
+        if func is torch.tensor and args and kwargs.get("device") in (None, "cpu") and type(args[0]) in (int, float):
             with host_memory():  # such as an optimizer's count of a weight's steps
                 return func(*args, **kwargs)
         name = getattr(func, "__name__", "")

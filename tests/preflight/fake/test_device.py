@@ -131,6 +131,8 @@ def test_an_optimizers_counts_of_steps_are_in_host_memory_unless_it_is_fused() -
             optimizer.step()
             weight.grad = None
             assert memory.live_bytes == 512 * tensors, f"fused={fused}"
+            one = torch.tensor(data=1.0, device=weight.device)
+            assert memory.live_bytes == 512 * (tensors + 1), one
 
 
 def test_a_kernels_own_temporaries_count() -> None:
