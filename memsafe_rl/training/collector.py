@@ -178,7 +178,7 @@ class Collector:
         self._setup.memory.adopt(served_by(self._setup.engine, plan), RolloutPlan)
 
     def work(self, prompts: Prompts, group_size: int) -> RolloutWork:
-        """Returns the shape of a rollout."""
+        """Describes a rollout to the memory policy."""
         adapter = self._setup.adapter
         return RolloutWork(
             prompt_tokens=tuple(len(ids) for ids in prompts.ids),
@@ -190,7 +190,7 @@ class Collector:
 
     @property
     def corrects_sampler(self) -> bool:
-        """Whether completions come from a sampler that is not quite the trained network, and the loss corrects it."""
+        """Whether an external sampler such as vLLM drew the completions, whose mismatch the loss corrects."""
         setup = self._setup
         return setup.draw_rollout is None and self.scorer.corrects(setup.engine.supports.is_external)
 
@@ -304,7 +304,7 @@ class Collector:
         return self.reader.measured if self.episodes.played else self.reader
 
     def _repeat(self, function: Callable[..., Made], *values: Any, phase: Phase = Phase.ROLLOUT, **named: Any) -> Made:
-        """Repeats a small stage beside a phase's own work; no plan predicted it, and its peak corrects none."""
+        """Runs a small bookkeeping stage with retries; its peak does not correct estimates."""
         with self._setup.memory.phase(phase, compared=False):
             return self._setup.recovery.repeat(Stage.STORE, function, *values, **named)
 
@@ -487,7 +487,7 @@ def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], M
 
 
 def _flat_groups(samples: Samples) -> list[bool]:
-    """Tells of each group whether its rewards are all equal."""
+    """Returns for each group whether its rewards are all equal."""
     flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
     return flat
 

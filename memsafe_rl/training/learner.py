@@ -118,7 +118,7 @@ class Learner:
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
 
     def commit(self, step: int) -> None:
-        """Moves the weights after `step` steps; a commit that runs out of memory is rolled back and repeated."""
+        """Clips and applies step number `step`; a commit that runs out of memory is rolled back and retried."""
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
             self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host
@@ -144,12 +144,12 @@ class Learner:
         return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
     def later_rows(self, cursor: Cursor) -> list[int]:
-        """Returns the samples that no optimizer step trains on before the weights first move."""
+        """Returns the samples that are not in the rollout's first optimizer step: by then, weights have moved."""
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:
-        """Fixes denominators, coefficients, masks and expert balance over the whole step and all ranks."""
+        """Computes what no cut may change: denominators, coefficients, masks, expert balance, over all ranks."""
         terms = self._loss_terms(rollout, rows, controllers, step)
         return replace(terms, balance=self._balance(rollout.trajectory, rows))
 
@@ -285,7 +285,7 @@ class Learner:
         return placed, gradient
 
     def measure(self, gradient: StepGradient, terms: StepTerms, *, step: int) -> dict[str, float]:
-        """Measures the gradient's norm and reads the step's numbers; the last thing that may be repeated."""
+        """Measures the gradient's norm and reads the step's numbers; nothing after it may be repeated."""
         committer = self._setup.committed
         total = self._setup.shards.total_norm(committer.norms, self._repeat)
         norm = self._repeat(Stage.MEASURE, committer.measure, total)

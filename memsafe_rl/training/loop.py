@@ -50,7 +50,7 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
     Args:
         collector: runs the stages.
         state: where the run stands; not changed.
-        later_rows: samples that no optimizer step trains on before the weights first move.
+        later_rows: samples that are not in the first optimizer step: when theirs comes, weights have moved.
 
     Returns:
         The rollout, on the host.
@@ -64,7 +64,7 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
 
 
 class TrainingLoop:
-    """Runs a setup's steps in order, and tells callbacks of them; `before_training` leaves everything as it was."""
+    """Runs a setup's steps in order and calls callbacks; `before_training` must not change any state."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class TrainingLoop:
         setup.holdings.trajectory = self._trajectory_tensors
 
     def use(self, setup: TrainingSetup) -> None:
-        """Replaces the setup, and rebuilds what stands on it."""
+        """Replaces the setup and rebuilds the parts made from it."""
         self.setup, self.config = setup, setup.config
         self.collector, self.learner = Collector(setup), Learner(setup)
         self.checkpoints = Checkpoints(setup, self.collector, self.hooks)
@@ -192,7 +192,7 @@ class TrainingLoop:
         return rollout
 
     def begin_step(self) -> None:
-        """Notes what the step starts from, and tells callbacks."""
+        """Notes what the step starts from, and calls callbacks."""
         setup, state = self.setup, self.state
         self._step_started = time.perf_counter()
         setup.memory.step = state.step
@@ -220,7 +220,7 @@ class TrainingLoop:
         self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self.config.steps_per_rollout)
 
     def _end_step(self) -> None:
-        """Asks callbacks what follows a step, and does it; goes on where an earlier start was cut short."""
+        """Asks callbacks what follows a step, and does it, from where an interrupted process left off."""
         state, report, ending = self.state, self.report, self.state.ending
         if ending is None:
             return
@@ -265,7 +265,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ when memory or the run ends
 
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
-        """Returns the next change of the task that the user allows; several ranks would choose different ones."""
+        """Returns the next lossy fallback that the user allows; several ranks would choose different ones."""
         setup = self.setup
         if error.failure is None:
             return None
@@ -278,7 +278,7 @@ class TrainingLoop:
         return next_degradation(self.config, [name for name in listed if possible.get(name, True)], error.failure)
 
     def degrade(self, degradation: Degradation) -> None:
-        """Changes the task as the user allowed, and begins the rollout anew, or the next one if weights have moved."""
+        """Applies a lossy fallback, and restarts this rollout, or moves on to the next if weights have changed."""
         state = self.state
         self.setup.committed.drop_gradients()
         self.apply(degradation)
@@ -378,7 +378,7 @@ class TrainingLoop:
         callbacks.optimizer, callbacks.lr_scheduler = committer.optimizer, committer.scheduler
 
     def _go_to_start(self) -> None:
-        """Forgets where an earlier call of `train` got to; the weights stay as they are."""
+        """Discards the progress of an earlier call of `train`; the weights stay as they are."""
         degradations = self.state.degradations  # the settings stay changed
         self.state = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
         self.state.degradations = degradations
