@@ -86,9 +86,8 @@ class DeviceSpeed:
     def _busy(self, kernel: Kernel) -> float:
         rates = [np.interp(kernel.width, [*known], [*known.values()]) for known in self.flops.values()]
         side = math.sqrt(kernel.flops / 2 / max(1, kernel.width))
-        return max(
-            kernel.flops / float(np.interp(side, [*self.flops], rates)), kernel.moved_bytes / self.bytes_per_second
-        )
+        computed = kernel.flops / float(np.interp(side, [*self.flops], rates))
+        return max(computed, kernel.moved_bytes / self.bytes_per_second)
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -160,8 +159,9 @@ def measured_speed(
 def _measure(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> DeviceSpeed:
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(mode=False):
         rates: dict[int, dict[int, float]] = {side: {} for side in _SIDES}
+        store = torch.ones(_ELEMENTS, device=device, dtype=dtype)
         for side in _SIDES:
-            weights = [torch.ones(side, side, device=device, dtype=dtype) for _ in range(_ELEMENTS // side**2)]
+            weights = store.view(-1, side, side).unbind()
             for width in _WIDTHS:
                 rows = torch.ones(width, side, device=device, dtype=dtype)
                 layers = functools.partial(_multiply, rows, weights)

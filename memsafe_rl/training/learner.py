@@ -144,7 +144,7 @@ class Learner:
         return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
     def later_rows(self, cursor: Cursor) -> list[int]:
-        """Returns the samples that are not in the rollout's first optimizer step: by then, weights have moved."""
+        """Returns the samples outside the rollout's first optimizer step: when their turn comes, weights have moved."""
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 

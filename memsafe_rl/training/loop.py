@@ -50,7 +50,7 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
     Args:
         collector: runs the stages.
         state: where the run stands; not changed.
-        later_rows: samples that are not in the first optimizer step: when theirs comes, weights have moved.
+        later_rows: samples outside the first optimizer step: when their turn comes, weights have moved.
 
     Returns:
         The rollout, on the host.

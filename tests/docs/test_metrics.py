@@ -1,7 +1,8 @@
-"""The page of metrics names what runs log, and nothing that no run logs."""
+"""The page of metrics names what runs log, and every word of a name stands in the code."""
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,18 @@ def page() -> str:
 def names() -> list[str]:
     """Returns the first column of every table, name by name, and what stands in backticks about evaluations."""
     rows = re.findall(r"^\| (`.*?) \|", page(), re.M)
-    cells = [*rows, page().partition("## Evaluation")[2], "`active_entropy`"]
+    cells = [*rows, page().partition("## Evaluation")[2]]
     return [name for cell in cells for name in re.findall("`([^`]+)`", cell) if not NOT_METRICS.fullmatch(name)]
 
 
 def pattern(name: str) -> re.Pattern[str]:
     parts = (PLACEHOLDERS.get(part, re.escape(part)) for part in re.split("(NAME|PHASE|K)", name))
     return re.compile(f"(?:eval_)?{''.join(parts)}")
+
+
+@functools.cache
+def code() -> str:
+    return "\n".join(path.read_text() for path in (ROOT / "memsafe_rl").rglob("*.py"))
 
 
 def length(completions: list[str], **_: Any) -> list[float]:
@@ -62,6 +68,5 @@ def test_what_runs_log_is_on_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_what_the_page_names_stands_in_the_code(name: str) -> None:
-    code = "\n".join(path.read_text() for path in (ROOT / "memsafe_rl").rglob("*.py"))
     words = [word for word in re.split("NAME|PHASE|K|[/@_]", name.removeprefix("eval_")) if word]
-    assert all(re.search(rf"(?<![a-z]){word}(?![a-z])", code) for word in words), name
+    assert all(re.search(rf"(?<![a-z]){word}(?![a-z])", code()) for word in words), name

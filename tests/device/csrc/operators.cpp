@@ -410,20 +410,23 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at
 }
 
 // CUDA's softmax reads float16 and gives float32 at once; on a CPU that is a copy and another kernel.
-template <Tensor (*kernel)(const Tensor&, int64_t, bool)>
+constexpr char kSoftmax[] = "aten::_softmax", kSoftmaxBackward[] = "aten::_softmax_backward_data";
+constexpr char kLogSoftmax[] = "aten::_log_softmax", kLogSoftmaxBackward[] = "aten::_log_softmax_backward_data";
+
+template <const char* name, Tensor (*kernel)(const Tensor&, int64_t, bool)>
 Tensor softmax(const Tensor& self, int64_t dim, bool half_to_float) {
   const c10::DeviceGuard guard(self.device());
-  count(operators(), "aten::_softmax");
-  launch("aten::_softmax", {self}, {});
+  count(operators(), name);
+  launch(name, {self}, {});
   const Tensor numbers = host_alias(self);
   return to_device(kernel(half_to_float ? numbers.to(at::kFloat) : numbers, dim, false));
 }
 
-template <Tensor (*kernel)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
+template <const char* name, Tensor (*kernel)(const Tensor&, const Tensor&, int64_t, at::ScalarType)>
 Tensor softmax_backward(const Tensor& grad, const Tensor& output, int64_t dim, at::ScalarType type) {
   const c10::DeviceGuard guard(grad.device());
-  count(operators(), "aten::_softmax_backward_data");
-  launch("aten::_softmax_backward_data", {grad, output}, {});
+  count(operators(), name);
+  launch(name, {grad, output}, {});
   return to_device(kernel(host_alias(grad), host_alias(output), dim, grad.scalar_type()).to(type));
 }
 
@@ -466,10 +469,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("addmm.dtype", &addmm_dtype);
   m.impl("histc", &histc);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
-  m.impl("_softmax", &softmax<&at::_softmax>);
-  m.impl("_log_softmax", &softmax<&at::_log_softmax>);
-  m.impl("_softmax_backward_data", &softmax_backward<&at::_softmax_backward_data>);
-  m.impl("_log_softmax_backward_data", &softmax_backward<&at::_log_softmax_backward_data>);
+  m.impl("_softmax", &softmax<kSoftmax, &at::_softmax>);
+  m.impl("_log_softmax", &softmax<kLogSoftmax, &at::_log_softmax>);
+  m.impl("_softmax_backward_data", &softmax_backward<kSoftmaxBackward, &at::_softmax_backward_data>);
+  m.impl("_log_softmax_backward_data", &softmax_backward<kLogSoftmaxBackward, &at::_log_softmax_backward_data>);
   // CUDA's own kernels, where the dispatcher would take compositions, which hold more (or, of convolutions in three
   // dimensions, end at a kernel that is not there), before a fallback.
   for (const char* name : {"silu_backward", "mish_backward", "native_channel_shuffle", "native_layer_norm",
