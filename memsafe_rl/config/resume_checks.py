@@ -24,8 +24,7 @@ def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prom
         "prompts of an epoch": prompts,
         "first prompts of train_dataset": hashlib.sha256(text.encode()).hexdigest()[:16],
     }
-    plain: dict[str, Any] = json.loads(json.dumps(facts, default=_named))
-    return plain
+    return dict(json.loads(json.dumps(facts, default=_named)))
 
 
 def _written(value: Any) -> str:
@@ -41,8 +40,9 @@ def _named(value: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to resume with settings that would make it another run."""
+def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainerConfig) -> None:
+    """Refuses settings that would make it another run; a checkpoint from before a setting stands for its default."""
+    saved = {**{name: one.default for name, one in config.declared.items() if name in now}, **saved}
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     if differing:
         told = "; ".join(f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in differing[:4])

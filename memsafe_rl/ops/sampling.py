@@ -184,7 +184,7 @@ def uniform_noise(words_B: Tensor, slots: int, *, first: int = 0) -> Tensor:
     """
     steps = torch.arange(first + 1, first + slots + 1, device=words_B.device) * _GAMMA
     bits = _shift_right(_mix(words_B[:, None] + steps), 12)
-    return (bits.double() + 0.5) * 2.0**-52
+    return bits.double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel_noise(words_B: Tensor, slots: int) -> Tensor:
@@ -206,14 +206,14 @@ def _hash_field(words: Tensor, field: Tensor) -> Tensor:
 
 def _mix(words: Tensor) -> Tensor:
     """Scrambles 64-bit words, one to one (SplitMix64's finaliser, Stafford's variant 13)."""
-    words = (words ^ _shift_right(words, 30)) * _MIX_1
-    words = (words ^ _shift_right(words, 27)) * _MIX_2
-    return words ^ _shift_right(words, 31)
+    words = _shift_right(words, 30).bitwise_xor_(words).mul_(_MIX_1)
+    words = _shift_right(words, 27).bitwise_xor_(words).mul_(_MIX_2)
+    return _shift_right(words, 31).bitwise_xor_(words)
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
     """Shifts zeros in from the left; torch's own shift repeats the sign bit."""
-    return (words >> bits) & ((1 << (64 - bits)) - 1)
+    return (words >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:

@@ -137,7 +137,7 @@ class Checkpoints:
     def restore(self, folder: Path, saved: SavedRun, state: RunState, report: RunLog) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
         setup, loop = self._setup, saved.loop
-        check_same_run(loop["run"], self._run_facts())
+        check_same_run(loop["run"], self._run_facts(), setup.config)
         self.load_weights(folder)
         setup.committed.load_state_dict(saved.tensors)
         if setup.reference_model is not None and "reference" in saved.tensors:

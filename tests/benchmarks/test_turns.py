@@ -31,6 +31,7 @@ def test_an_engine_samples_every_row_to_its_end(engine: str) -> None:
     assert all(record["peak_bytes"] > 0 for record in referee.records)
 
 
+@pytest.mark.slow
 def test_half_of_the_ragged_completions_are_short() -> None:
     row = rollout.Row(2, 32, (4, 9), 64, ragged=True)
     tokens = rollout.sample_here(rollout.build_model("gpt2", ragged=True), rollout.build_prompts(row), row, 0)

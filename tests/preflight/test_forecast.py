@@ -78,6 +78,7 @@ class TakesTurns(MemoryPolicy):
         return UpdatePlan(micro_batch_tokens=tokens, predicted_bytes={Phase.UPDATE: memory.live_bytes + 5 * 10**6})
 
 
+@pytest.mark.slow
 def test_plans_that_take_turns_are_each_tried_once(folder: Path) -> None:
     """Six rounds were run, of which a large network needs half a minute for each."""
     policy = TakesTurns()
@@ -385,6 +386,7 @@ def parameters(folder: Path) -> int:
 class TestOfACard:
     """Forecasts for a device that is not there."""
 
+    @pytest.mark.slow
     def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int, on_a_gib: MemoryForecast) -> None:
         forecast = on_a_card(folder, peft_config=LoraConfig(**LORA))
         adapter = forecast.job.geometry.trainable_bytes

@@ -109,6 +109,7 @@ def test_a_known_reward_model_has_the_type_it_is_published_in(folder: Path) -> N
     assert 2 * 134e6 < found.phases[Phase.UPDATE][Component.WEIGHTS] < 2 * 136e6
 
 
+@pytest.mark.slow
 def test_an_encoder_that_classifies_can_be_a_reward_model(folder: Path, tmp_path: Path) -> None:
     sizes = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     BertConfig(intermediate_size=128, max_position_embeddings=40, **sizes).save_pretrained(tmp_path)

@@ -223,6 +223,7 @@ def test_peaks_do_not_grow_with_the_steps(tmp_path: Path) -> None:
         assert many[phase] == pytest.approx(few[phase], rel=0.01), phase
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_a_critic_learns_what_a_prompt_tells(own: bool, tmp_path: Path) -> None:
     """The reward is the prompt's alone; the critic foresees it in every state of a chain."""

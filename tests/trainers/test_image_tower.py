@@ -330,7 +330,7 @@ def test_a_tower_is_frozen_or_not_when_a_trainer_is_made(tmp_path: Path) -> None
         trainer.train()
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("steps", "cut_as"), [(1, "row by row"), (2, "row by row"), (2, "packed, behind trunks")])
 @pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
 @pytest.mark.parametrize("family", UNLIKE)

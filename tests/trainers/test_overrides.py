@@ -61,6 +61,7 @@ def of_class(cls: type[GRPOTrainer], output_dir: Path, **settings: Any) -> GRPOT
     )
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", THEIRS)
 def test_each_method_of_trls_trainer_is_called_or_refused(name: str, tmp_path: Path) -> None:
     def base(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -120,6 +120,7 @@ def test_the_same_rollouts_give_the_weights_of_trl(settings: dict[str, Any], tmp
     assert float((weights(trainer) - theirs).norm()) < 1e-4 * distance
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_the_gradient_does_not_depend_on_the_cut(dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
     """In float64 the second pass's, whose ratios are of stored log-probs, on both sides of the clip range."""

@@ -13,11 +13,13 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.config.resume_checks import run_facts
 from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import PRESETS, FixedPolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
+from memsafe_rl.training import checkpoints
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -113,6 +115,27 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, changed: dict[st
     other = make_trainer(tmp_path, num_iterations=2, max_steps=4, **changed)
     with pytest.raises(ConfigError, match=f"belongs to another run: .*{message}"):
         other.train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: str, **settings: Any) -> Any:
+        return make_trainer(tmp_path / folder, num_iterations=2, beta=0.1, **{"max_steps": 3, **settings})
+
+    def old_facts(*values: Any) -> dict[str, Any]:
+        return {name: value for name, value in run_facts(*values).items() if name != "entropy_coef"}
+
+    whole = run("whole")
+    whole.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "run_facts", old_facts)
+        run("old", max_steps=1, save_strategy="steps", save_steps=1).train()
+    with pytest.raises(ConfigError, match=r"another run: entropy_coef was 0\.0 and is 0\.5"):
+        run("old", entropy_coef=0.5).train(resume_from_checkpoint=True)
+    resumed = run("old")
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(whole))
 
 
 def test_a_checkpoint_goes_on_with_another_layout_of_the_same_batch(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def assert_near(adapter: LanguageAdapter, ratio: float) -> None:
     assert least <= ratio <= most
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (160, 16)])
 def test_an_update_holds_what_was_estimated(
@@ -153,7 +153,7 @@ def test_scoring_holds_what_was_estimated(adapter: LanguageAdapter, tokens: int,
 @pytest.mark.parametrize(
     ("prompts", "group", "new", "rows"), [((64, 64), 8, 12, 64), ((30, 50), 2, 12, 2), ((100,), 2, 4, 64)]
 )
-@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_rollout_holds_what_was_estimated(
     adapter: LanguageAdapter, prompts: tuple[int, ...], group: int, new: int, rows: int, in_8_bits: bool
 ) -> None:

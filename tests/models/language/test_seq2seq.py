@@ -273,7 +273,7 @@ GROUP = 3
     ],
     ids=lambda asked: next(iter(asked)),
 )
-@pytest.mark.parametrize("family", ["t5", "bart"])
+@pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_processors_see_what_the_decoder_has_read(family: str, asked: dict[str, Any]) -> None:
     """And those of the encoder, the prompt; as in `generate`."""

@@ -121,7 +121,9 @@ def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Se
     return torch.cat([weight.grad.flatten() for weight in adapter.lm.parameters() if weight.grad is not None])
 
 
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "allowed"), [pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allowed: float) -> None:
     adapter, images = adapter_of(small(family, dtype))
@@ -134,7 +136,10 @@ def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allo
                 assert difference < allowed, (cuts, packed, float(difference))
 
 
-@pytest.mark.parametrize(("chunk", "alone"), [(None, False), (3, False), (6, False), (6, True)])
+@pytest.mark.parametrize(
+    ("chunk", "alone"),
+    [(6, True), (6, False), *(pytest.param(chunk, False, marks=pytest.mark.slow) for chunk in (None, 3))],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None, alone: bool) -> None:
     """However a prompt is read; ``alone`` as where every row has the bits that it would have alone."""

@@ -249,7 +249,9 @@ def random_groups(seed):
 GROUPS = [[[row] for row in range(len(LENGTHS))], random_groups(0), random_groups(1)]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)]
+)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_split_gives_the_same_gradient_of_the_model(name, level, dtype, bound):

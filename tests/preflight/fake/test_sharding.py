@@ -166,6 +166,7 @@ class TestOfARun:
         refused = [any("do not run under it" in told for told in one.assumptions) for one in found.values()]
         assert refused == [False, True, True, True]
 
+    @pytest.mark.slow
     def test_a_rank_has_its_share_of_rows_whatever_the_ranks(self, folder: Path) -> None:
         alone, one_of_four = of_a_rank(folder), of_a_rank(folder, ranks=4)
         for phase, size in alone.phase_bytes.items():
