@@ -346,7 +346,7 @@ class _Comparison:
             completions = self._sample(trial)
         rollout, rows = self._rollout(trial, completions)
         controllers = Controllers.at_start(trial.config)
-        terms = self._terms = self._terms or learner.fix_terms(rollout, rows, controllers)
+        terms = self._terms = self._terms or learner.terms(rollout, rows, controllers)
         learner.plan(rollout.trajectory, rows)
         with trial.memory.phase(Phase.UPDATE), watch(Phase.UPDATE):
             _, gradient = learner.gradient(rollout, rows, terms, step=self._step)

@@ -465,7 +465,7 @@ class Probe:
 
     def terms(self, trajectory: Trajectory, rows: Sequence[int]) -> StepTerms:
         """Fixes an optimizer step's terms, scored in tiles of the plan that is in force."""
-        return self.learner.fix_terms(self.rollout(trajectory), rows, Controllers.at_start(self.setup.config))
+        return self.learner.terms(self.rollout(trajectory), rows, Controllers.at_start(self.setup.config))
 
     def update(
         self, trajectory: Trajectory, rows: Sequence[int], micro_batches: int, terms: StepTerms | None = None

@@ -134,7 +134,7 @@ class PolicyTrainer:
         own = _own_callbacks(self.args, setup, self._run_record)
         for callback in (*own, *outputs, *_listed(callbacks)):
             handler.add_callback(callback)
-        self._loop.report.fire("on_init_end", self._loop.state)
+        self._loop.report.call_event("on_init_end", self._loop.state)
         if setup.parallel.is_main and not self.args.disable_tqdm:
             banner(self._facts())
 

@@ -131,16 +131,16 @@ class Collector:
         trajectory = self._repeat(with_advantages, trajectory, advantages)
         with host_memory():  # where the rollout is
             rewards_B, size = advantages.rewards_B, samples.group_size
-            trajectory, assigned = self._repeat(self._setup.advantages.assign, trajectory, rewards_B, size)
+            trajectory, credited = self._repeat(self._setup.advantages.assign, trajectory, rewards_B, size)
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
         trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
-        assigned |= self._repeat(rejection_metrics, trajectory)
+        credited |= self._repeat(rejection_metrics, trajectory)
         return Rollout(
             trajectory=trajectory,
             consumed=drawn.consumed,
             external=samples.external or any(samples.stale),
-            metrics={**self._repeat(self._metrics, samples, advantages), **drawn.metrics, **assigned},
+            metrics={**self._repeat(self._metrics, samples, advantages), **drawn.metrics, **credited},
             table=self._repeat(self._table, samples, advantages),
             waiting=drawn.waiting,
         )
@@ -257,7 +257,7 @@ class Collector:
     ) -> tuple[Samples, PendingRewards]:
         """Begins the rewards of this rank's rows, and joins all ranks' rows."""
         setup, gather = self._setup, self._setup.parallel.gather
-        texts = setup.models.shown(groups.prompts, given.completions) if given.texts is None else given.texts
+        texts = setup.models.decoded(groups.prompts, given.completions) if given.texts is None else given.texts
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
             pending = self._begin_rewards(groups, mine, given, texts, state)
@@ -389,7 +389,7 @@ class Collector:
         return self._setup.rewards.begin(
             given.prompts or [copied(prompts.prompts[row // size]) for row in mine],
             list(texts),
-            self._setup.models.plain(given.completions),
+            self._setup.models.completion_ids(given.completions),
             columns,
             trainer_state=state.progress,
             attempt=by_reward_rows(attempt),
@@ -452,7 +452,7 @@ class Collector:
         return tuple(
             {
                 "prompt": hollow(samples.prompts.prompts[row // samples.group_size]),
-                "completion": self._setup.models.told(samples.texts[row]),
+                "completion": self._setup.models.loggable(samples.texts[row]),
                 **samples.extras[row],
                 **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},
                 "advantage": advantages.advantages_B[row].item(),

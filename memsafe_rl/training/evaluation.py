@@ -44,7 +44,7 @@ def evaluated(
     metrics = {f"{prefix}_{name}": value for name, value in values.items()}
     metrics = report.of_main(metrics | speed_metrics(prefix, started, num_samples=len(examples)))
     report.tell_log(state, metrics)
-    report.fire("on_evaluate", state, metrics)
+    report.call_event("on_evaluate", state, metrics)
     return metrics
 
 

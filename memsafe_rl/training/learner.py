@@ -106,7 +106,7 @@ class Learner:
         scores_first = self._settings.marks_tokens or self._setup.adapter.routers is not None
         with self._setup.gathered() if scores_first else nullcontext():
             # over the whole step, before anything is cut
-            terms = self.fix_terms(rollout, rows, state.controllers, step=state.step)
+            terms = self.terms(rollout, rows, state.controllers, step=state.step)
         mine = self.local_rows(rollout.trajectory, rows)
         self.plan(rollout.trajectory, mine)
         with self._setup.memory.phase(Phase.UPDATE):
@@ -148,7 +148,7 @@ class Learner:
         first = set(self.rows(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
-    def fix_terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:
+    def terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:
         """Computes what no cut may change: denominators, coefficients, masks, expert balance, over all ranks."""
         terms = self._loss_terms(rollout, rows, controllers, step)
         return replace(terms, balance=self._balance(rollout.trajectory, rows))

@@ -124,7 +124,7 @@ class TrainingLoop:
                 self.collector.close()
                 self.setup.memory.release()
                 self.report.write(self.state)
-                self.report.notify("close")
+                self.report.call_own_event("close")
             finally:
                 self.files.release()
                 self._running = False
@@ -162,7 +162,7 @@ class TrainingLoop:
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
-        self.report.fire("on_pre_optimizer_step", state)
+        self.report.call_event("on_pre_optimizer_step", state)
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
@@ -177,7 +177,7 @@ class TrainingLoop:
             self.report.record_lost_updates(state, share, self._learning_rate)
             metrics["lost_updates"] = share
         del result  # what the step needed is freed before evaluation and saving
-        self.report.fire("on_optimizer_step", state)
+        self.report.call_event("on_optimizer_step", state)
         self.finish_step(metrics)
 
     def collect(self) -> Rollout:
@@ -215,7 +215,7 @@ class TrainingLoop:
         state, report = self.state, self.report
         report.write(state)
         self.files.finish(wait=False)
-        report.notify("on_progress", state.step, metrics)
+        report.call_own_event("on_progress", state.step, metrics)
         self._end_step()
         self.setup.memory.end_step(self.setup.holdings.tensors, steps_per_rollout=self.config.steps_per_rollout)
 
@@ -224,15 +224,15 @@ class TrainingLoop:
         state, report, ending = self.state, self.report, self.state.ending
         if ending is None:
             return
-        report.fire_once("on_step_end", state)
+        report.call_event_once("on_step_end", state)
         if self._used_up():
             report.control.should_training_stop = True
         self._obey()
         if int(state.progress.epoch) > int(ending.epoch_before) or report.control.should_training_stop:
-            report.fire_once("on_epoch_end", state)
+            report.call_event_once("on_epoch_end", state)
             self._obey()
             if not report.control.should_training_stop:
-                report.fire("on_epoch_begin", state)
+                report.call_event("on_epoch_begin", state)
         state.ending = None
 
     def _obey(self) -> None:
@@ -357,8 +357,8 @@ class TrainingLoop:
         self._before_training(self)
         empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
         self.files.prepare(setup, self.checkpoints, max_steps)
-        self.report.fire("on_train_begin", self.state)
-        self.report.fire("on_epoch_begin", self.state)
+        self.report.call_event("on_train_begin", self.state)
+        self.report.call_event("on_epoch_begin", self.state)
         if self.state.step >= max_steps:
             self.report.control.should_training_stop = True
         if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
@@ -429,7 +429,7 @@ class TrainingLoop:
         if best is not None:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
         self.report.end(state, totals)
-        self.report.fire("on_train_end", state)
+        self.report.call_event("on_train_end", state)
         setup.parallel.wait()  # for callbacks, which may fail on one rank
         if setup.parallel.is_main and not self.config.disable_tqdm:
             rows, exact = self.config.rollout_rows, setup.memory.meter.is_exact

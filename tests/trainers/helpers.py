@@ -131,7 +131,7 @@ def gradient_under(trainer: PPOTrainer, policy: FixedPolicy | None = None) -> to
     state, learner = trainer.loop.state, trainer.loop.learner
     trajectory = state.rollout.trajectory
     rows = trajectory.rows_of(learner.rows(state.cursor))
-    terms = learner.fix_terms(state.rollout, rows, state.controllers)
+    terms = learner.terms(state.rollout, rows, state.controllers)
     mine = learner.local_rows(trajectory, rows)
     learner.plan(trajectory, mine)
     if policy is not None:

@@ -154,7 +154,7 @@ def test_only_the_agents_own_tokens_move_the_weights(tmp_path: Path) -> None:
             mask[own:] = 0
             change(ids, own)
         experience = Rollout(changed, consumed=2, external=False)
-        terms = trainer.loop.learner.fix_terms(experience, range(8), trainer.loop.state.controllers)
+        terms = trainer.loop.learner.terms(experience, range(8), trainer.loop.state.controllers)
         trainer.loop.learner.plan(changed, range(8))
         trainer.loop.learner.gradient(experience, list(range(8)), terms, step=trainer.state.global_step)
         found = torch.cat([p.grad.flatten().clone() for p in trainer.model.parameters() if p.grad is not None])
@@ -216,7 +216,7 @@ def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> No
         steps.append([rollout.trajectory.sample_of_row[row] for row in rows])
         return fix(rollout, rows, *others, **named)
 
-    rewire(trainer, "learner", "fix_terms", lambda fix: partial(noted, fix))
+    rewire(trainer, "learner", "terms", lambda fix: partial(noted, fix))
     trainer.train()
     for first, second in zip(steps[::2], steps[1::2], strict=True):
         assert set(first).isdisjoint(second)

@@ -219,7 +219,7 @@ def test_merging_every_micro_batch_is_another_thing(tmp_path: Path) -> None:
     whole = gradient_of(trainer)
     assert trainer.loop.state.rollout is not None
     rows = trainer.loop.learner.rows(trainer.loop.state.cursor)
-    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
+    terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
 
     def of(chosen: Sequence[int], index: int) -> torch.Tensor:
         trainer.setup.committed.drop_gradients()
@@ -526,7 +526,7 @@ def test_denominators_are_each_objectives_own_over_the_whole_step(tmp_path: Path
     gradient_of(trainer)
     assert trainer.loop.state.rollout is not None
     trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
-    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
+    terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     texts = trainer.processing_class.batch_decode(
         [ids.tolist() for ids in trajectory.actions.rows()], skip_special_tokens=True
     )

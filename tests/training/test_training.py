@@ -27,7 +27,7 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     trainer.loop.files.folder.release()
     trainer.loop.state.rollout = trainer.loop.collect()
     trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
-    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
+    terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     mine = trainer.loop.learner.local_rows(trajectory, rows)
     trainer.loop.learner.plan(trajectory, mine)
     trainer.loop.learner.gradient(trainer.loop.state.rollout, mine, terms, step=trainer.state.global_step)
@@ -248,7 +248,7 @@ def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, reward_funcs=some, loss_type="grpo", beta=0.1)
     gradient_of(trainer)
     trajectory = trainer.loop.state.rollout.trajectory
-    terms = trainer.loop.learner.fix_terms(trainer.loop.state.rollout, range(8), trainer.loop.state.controllers)
+    terms = trainer.loop.learner.terms(trainer.loop.state.rollout, range(8), trainer.loop.state.controllers)
     assert terms.denominators.rows == 7
     assert terms.denominators.tokens == sum(trajectory.actions.lengths) - trajectory.actions.lengths[2]
     assert 2 not in trainer.loop.learner.local_rows(trajectory, range(8))

@@ -93,20 +93,20 @@ class Denoisers(ModelFactory):
         check(critic.network)
         return critic
 
-    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
+    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
         """Returns what the policy's ``decode`` makes of the last states."""
         return [self._policy.decode(completion.ids[-1]) for completion in completions]
 
-    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+    def completion_ids(self, completions: Sequence[Completion]) -> list[Any]:
         """Returns copies of the last states, float32."""
         with host_memory():
             return [completion.ids[-1].to(torch.float32, copy=True) for completion in completions]
 
-    def told(self, shown: Any) -> Any:
+    def loggable(self, sample: Any) -> Any:
         """Returns a sample's shape and spread, for tables; what is no tensor stays as it is."""
-        if not isinstance(shown, Tensor):
-            return shown
-        return f"{tuple(shown.shape)}, mean {shown.float().mean():.3g}, std {shown.float().std():.3g}"
+        if not isinstance(sample, Tensor):
+            return sample
+        return f"{tuple(sample.shape)}, mean {sample.float().mean():.3g}, std {sample.float().std():.3g}"
 
     def facts(self) -> dict[str, str]:
         """Says how chains are drawn, for the start banner."""

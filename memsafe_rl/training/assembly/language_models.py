@@ -151,7 +151,7 @@ class LanguageModels(ModelFactory):
         check_settings(settings, adapter.geometry.vocab_size)
         return settings
 
-    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
+    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
         """Returns texts, or one message each where prompts are conversations."""
         ids: list[Tensor] = [completion.ids for completion in completions]
         texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
@@ -159,13 +159,13 @@ class LanguageModels(ModelFactory):
             return list(texts)
         return [[{"role": "assistant", "content": text}] for text in texts]
 
-    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+    def completion_ids(self, completions: Sequence[Completion]) -> list[Any]:
         """Returns token ids."""
         return [completion.ids.tolist() for completion in completions]
 
-    def told(self, shown: Any) -> Any:
+    def loggable(self, sample: Any) -> Any:
         """Returns texts and messages, images left out."""
-        return hollow(shown)
+        return hollow(sample)
 
     def run_facts(self) -> dict[str, Any]:
         """Adds nothing: all is in the configuration."""

@@ -116,7 +116,7 @@ class ModelFactory(ABC):
         """
 
     @abstractmethod
-    def shown(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
+    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
         """Returns samples as reward functions and people see them.
 
         Args:
@@ -128,7 +128,7 @@ class ModelFactory(ABC):
         """
 
     @abstractmethod
-    def plain(self, completions: Sequence[Completion]) -> list[Any]:
+    def completion_ids(self, completions: Sequence[Completion]) -> list[Any]:
         """Returns samples as reward functions get them by the name ``completion_ids``.
 
         Args:
@@ -139,11 +139,11 @@ class ModelFactory(ABC):
         """
 
     @abstractmethod
-    def told(self, shown: Any) -> Any:
+    def loggable(self, sample: Any) -> Any:
         """Returns a sample as tables and files can hold it.
 
         Args:
-            shown: an entry of `shown`.
+            sample: an entry of `decoded`.
 
         Returns:
             Text, messages or numbers.

@@ -101,7 +101,7 @@ class RunLog:
                 vars(callback).update(state.get("attributes", {}))
             raise
 
-    def fire(self, event: str, state: RunState, *arguments: Any) -> None:
+    def call_event(self, event: str, state: RunState, *arguments: Any) -> None:
         """Calls an event of transformers' callbacks; they may change `control`."""
         self.control = getattr(self.callbacks, event)(self._config, state.progress, self.control, *arguments)
 
@@ -115,7 +115,7 @@ class RunLog:
         """Tells callbacks of a checkpoint, which may have been written while later steps went on."""
         self.control = self.callbacks.on_save(self._config, progress, self.control)
 
-    def notify(self, event: str, *arguments: Any) -> None:
+    def call_own_event(self, event: str, *arguments: Any) -> None:
         """Informs the callbacks that know an event of ours beside transformers' own."""
         for callback in self.callbacks.callbacks:
             handler = getattr(callback, event, None)
@@ -126,7 +126,7 @@ class RunLog:
 
     def sampling(self, ended: int, total: int) -> None:
         """Tells progress bars how many of a rollout's completions have ended."""
-        self.notify("on_sampling", ended, total)
+        self.call_own_event("on_sampling", ended, total)
 
     def rewarded(self, scores: RewardScores) -> None:
         """Takes what reward functions logged through `log_metric`, and their seconds."""
@@ -155,7 +155,7 @@ class RunLog:
     def begin_step(self, state: RunState) -> None:
         """Begins a step's own figures: an evaluation's rewards may have taken longer."""
         self._reward_seconds.clear()
-        self.fire("on_step_begin", state)
+        self.call_event("on_step_begin", state)
 
     def complete(
         self, state: RunState, measured: Mapping[str, float], micro_batches: int, learning_rate: float
@@ -224,11 +224,11 @@ class RunLog:
         self.records.flush()
         return {"epoch": state.progress.epoch, **seen}
 
-    def fire_once(self, event: str, state: RunState) -> None:
+    def call_event_once(self, event: str, state: RunState) -> None:
         """Calls an event of a step's end, once, however often the step's end is resumed."""
         if state.ending is not None and event not in state.ending.told:
             with self.taken_back_if_cut_short():
-                self.fire(event, state)
+                self.call_event(event, state)
             state.ending.told.append(event)
 
     def has_unfinished(self, state: RunState) -> bool:
@@ -266,7 +266,7 @@ class RunLog:
 
     def _show_completions(self, state: RunState) -> None:
         if self._config.log_completions and self._parallel.is_main and self.table:
-            self.notify("on_completions", state.step, self.table)
+            self.call_own_event("on_completions", state.step, self.table)
             self.table = ()
 
 
