@@ -230,7 +230,7 @@ class Findings:
 def storm_over(
     scene: Scene, faults: int, seed: int, output_dir: Path, told: Callable[[int], None] = lambda _: None
 ) -> Findings:
-    """Sends faults over a scene until there were enough: over whole runs, then over steps one by one.
+    """Sends faults over a scene until there were enough: over whole runs, and at least one step by itself.
 
     Args:
         scene: the configuration.
@@ -248,7 +248,7 @@ def storm_over(
         storm = Storm(device, watched.trainer.setup.memory, seed)
         for fallen in _storms(watched, storm, findings):
             told(fallen)
-            if findings.faults >= faults or findings.violations:
+            if findings.violations or (findings.faults >= faults and findings.compared_steps):
                 break
     del watched, storm
     gc.collect()

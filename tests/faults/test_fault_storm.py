@@ -54,7 +54,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_a_storm_changes_nothing(scene: Scene, tmp_path: Path) -> None:
-    share = max(8, FAULTS // len(SCENES))  # fewer fall on a whole run, and none on steps that are compared
+    share = max(8, FAULTS // len(SCENES))
     found = storm_over(scene, share, seed=50 + SCENES.index(scene), output_dir=tmp_path)
     assert found.violations == []
     assert found.faults >= share
