@@ -72,11 +72,11 @@ def test_hash_agrees_with_a_plain_integer_form() -> None:
     assert uniform_noise(words_B, 3)[0].tolist() == [(bits + 0.5) / 2**52 for bits in slots]
 
 
-def test_noise_is_made_within_twice_its_own_bytes() -> None:
+def test_noise_is_made_in_little_more_than_twice_its_own_bytes() -> None:
     words_B = hash_fields(keys_of(16), torch.zeros(16, dtype=torch.int64))
     with SimulatedMemory() as memory:
         noise_BS = gumbel_noise(words_B, 4096)
-    assert memory.peak_bytes <= 2 * noise_BS.nbytes + 8 * 4096 + 1024
+    assert memory.peak_bytes < 2.5 * noise_BS.nbytes  # three times, were no step in place
 
 
 def test_splitmix_reference_stream() -> None:
