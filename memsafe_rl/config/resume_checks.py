@@ -42,7 +42,9 @@ def _named(value: Any) -> str:
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainerConfig) -> None:
     """Refuses settings that would make it another run; a checkpoint from before a setting stands for its default."""
-    saved = {**{name: one.default for name, one in config.declared.items() if name in now}, **saved}
+    declared, known = config.declared, config.declared.keys() & now.keys()  # the others of `declared` may change
+    assumed = {name: now[name] if config.left_open(name) else declared[name].default for name in known}
+    saved = {**assumed, **{name: value for name, value in saved.items() if name in known or name not in declared}}
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     if differing:
         told = "; ".join(f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in differing[:4])

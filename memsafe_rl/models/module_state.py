@@ -200,11 +200,7 @@ def mend_attention() -> None:
 
 
 def _finite_eager_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Bounds the masks of eager attention by float32's lowest number.
-
-    Most networks take the softmax of eager attention in float32. There, float64's lowest number is -inf: padding that
-    sees nothing, such as padding under a window, becomes NaN, and from the next layer on so does its whole row.
-    """
+    """Bounds float64's masks by float32's lowest number: softmax in float32 makes NaN of rows that see nothing."""
     mask: Tensor | None = eager_mask(*args, **kwargs)
     if mask is None or mask.dtype is not torch.float64:
         return mask

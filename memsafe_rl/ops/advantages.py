@@ -408,7 +408,7 @@ def _compared(estimator: AdvantageEstimator, rewards_PG: Tensor, lengths_PG: Ten
         raise wrong_answer(told, given, [tuple(rewards_PG.shape)], "one advantage for each completion")
     if given.isinf().any():
         raise ConfigError(f"{told} gave an infinite advantage. Bound it, or give NaN where a row is to count as 0.")
-    return given
+    return given.detach()
 
 
 def _known(field: str, value: str, known: Sequence[str]) -> None:

@@ -223,10 +223,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _block_sums(logits_BV: Tensor, temperature: float) -> tuple[Tensor, int]:
-    """Sums the exponentials of each block, (B, N) logarithms, a few rows at a time so that temporaries stay small.
-
-    The width W of a block comes with them; the last block may be shorter, which no padding shows.
-    """
+    """Sums the exponentials of each block, (B, N) logarithms, a few rows at a time; returns a block's width too."""
     vocab = logits_BV.shape[1]
     width = _block_width(vocab)
     rows = max(1, _TILE_ELEMENTS // vocab)

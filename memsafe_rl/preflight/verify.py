@@ -28,7 +28,7 @@ from memsafe_rl.memory.runtime.host_memory import to_host
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.simulated.device import active_simulation
 from memsafe_rl.micro_batches import measure_slices
-from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.preflight.worst_case import untouched
 from memsafe_rl.training.algorithms.objectives import Controllers
@@ -179,8 +179,8 @@ def require_proof(loop: TrainingLoop) -> None:
     )
     if not found.passed:
         raise MemsafeError(
-            f"verify_plan: {found.sentence()} Run `memsafe-rl verify` for the whole comparison and report it, or set "
-            "verify_plan=False to train nevertheless."
+            f"verify_plan: {found.sentence()} A loss of your own must treat each row by itself. Otherwise run "
+            "`memsafe-rl verify` for the whole comparison and report it, or set verify_plan=False to train nevertheless."
         )
     # Said as a warning, which is what is shown by default: whoever asks for a proof wants its outcome.
     logger.warning("verify_plan: %s", found.sentence())
@@ -266,7 +266,7 @@ class _Comparison:
         self._prompts: Prompts = setup.models.reader(setup.source.take(0, count))
         self._group = config.num_generations
         self._rows = count * self._group
-        blocks = find_blocks(setup.model)
+        blocks = blocks_of(setup.model) or (setup.model,)
         self._block = blocks[len(blocks) // 2]
         self._completions: list[Completion] = []
         self._trajectory: Trajectory | None = None

@@ -23,7 +23,7 @@ from memsafe_rl import (
     register_adapter,
 )
 from tests.extension.test_own_adapter import TinyGRU
-from tests.trainers.helpers import make_trainer
+from tests.trainers.helpers import cut, make_trainer
 
 GOOD = Completion(torch.tensor([5, 6]), torch.zeros(2), torch.zeros(2), finished=False)
 
@@ -48,6 +48,8 @@ def engine(*, drops: int = 0, **changes: Any) -> Engine:
         (engine(ids=torch.tensor([5, -1])), r"gave row 0 token id -1"),
         (engine(logprobs=torch.zeros(3)), r"gave row 0 log-probs \(3,\)\. Give a finite one for each token"),
         (engine(logprobs=torch.full((2,), torch.nan)), "Give a finite one for each token"),
+        (engine(ids=[5, 6]), r"gave row 0 ids \(\) list\. Give 1 to 6 token ids"),
+        (engine(logprobs=[0.0, 0.0]), r"gave row 0 log-probs \(\)\. Give a finite one"),
     ],
 )
 def test_what_an_engine_draws_is_checked(given: Engine, message: str, tmp_path: Path) -> None:
@@ -61,6 +63,14 @@ def test_what_an_engine_draws_is_a_completion(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"gave row 0 a Tensor\. Give a memsafe_rl\.Completion"):
         make_trainer(tmp_path, rollout_engine=ids_alone).train()
+
+
+def test_an_engine_that_draws_nothing_is_told_how_much_is_missing(tmp_path: Path) -> None:
+    def nothing(context: Any) -> FunctionEngine:
+        return FunctionEngine(context, lambda *_: None)  # type: ignore[arg-type,return-value]
+
+    with pytest.raises(DataError, match="gave 0 completions for 8 rows"):
+        make_trainer(tmp_path, rollout_engine=nothing).train()
 
 
 @pytest.mark.parametrize(
@@ -141,3 +151,50 @@ def test_a_network_that_cannot_be_trained_is_refused(model: nn.Module, message: 
         register_adapter(Adapter("unwrapped", unwrapped, lambda given: isinstance(given, Unwrapped)))
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path, model=model)
+
+
+class Chosen(TinyGRU):
+    """Has functions that a test chooses."""
+
+
+LOOKS_AHEAD = "Chosen gives a row other logits beside another, or once tokens follow"
+
+
+@pytest.mark.parametrize(
+    ("of_states", "message"),
+    [
+        (lambda states: torch.cat([states[:, 1:], states[:, :1]], 1), LOOKS_AHEAD),  # sees what it is to predict
+        (
+            lambda states: states[:, 1:],
+            r"hidden_states gave torch\.float32 of shape \(2, \d+, 16\)\. Return a .*tensor",
+        ),
+        (lambda states: (states,), "hidden_states gave a tuple"),
+        (lambda states: states[:, :, :8], r"of shape \(2, \d+, 8\)"),
+        (lambda states: states.detach(), r"Chosen gives states without a gradient.*Leave out detach\(\)"),
+    ],
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_hidden_states_that_would_be_learnt_from_wrongly_are_refused(
+    of_states: Any, message: str, recomputed: bool, tmp_path: Path
+) -> None:
+    def adapter(model: nn.Module, **options: Any) -> FunctionAdapter:
+        return FunctionAdapter(model, lambda *given: of_states(Chosen.forward(*given)), attrgetter("head"), **options)
+
+    register_adapter(Adapter("chosen", adapter, lambda given: isinstance(given, Chosen)))
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, model=Chosen(), policy=cut(checkpointing=recomputed)).train()
+
+
+def test_a_trunk_that_is_frozen_needs_no_gradient_and_a_head_must_be_one(tmp_path: Path) -> None:
+    head = attrgetter("head")
+
+    def adapter(model: nn.Module, **options: Any) -> FunctionAdapter:
+        return FunctionAdapter(model, lambda *given: Chosen.forward(*given).detach(), head, **options)
+
+    register_adapter(Adapter("chosen", adapter, lambda given: isinstance(given, Chosen)))
+    model = Chosen()
+    model.embed.requires_grad_(False), model.gru.requires_grad_(False)
+    assert make_trainer(tmp_path, model=model).train().global_step == 2
+    head = attrgetter("embed")
+    with pytest.raises(ConfigError, match="head gives Embedding; it must give the linear layer"):
+        make_trainer(tmp_path, model=Chosen())

@@ -46,7 +46,7 @@ def test_a_network_from_outside_has_the_plain_gradient_under_any_cut(tmp_path: P
     for policy in (cut(8192), cut(1), cut(30, checkpointing=True)):
         trainer = make_trainer(tmp_path, model=TinyGRU(), policy=policy)
         assert relative(gradient_of(trainer), naive_gradient(trainer)) < 1e-5
-    trainer = make_trainer(tmp_path, model=TinyGRU(), beta=0.1)
+    trainer = make_trainer(tmp_path, model=TinyGRU(), beta=0.1, verify_plan=True)
     before = trainer.model.head.weight.clone()
     assert trainer.train().global_step == 2
     assert not torch.equal(trainer.model.head.weight, before)

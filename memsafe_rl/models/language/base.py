@@ -380,11 +380,7 @@ def _switch_off_checkpointing(lm: nn.Module) -> None:
 
 
 def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
-    """Stops bitsandbytes from packing 4-bit weights for inference on a CPU.
-
-    On a CPU with bf16 instructions, a 4-bit layer in eval mode packs its weight for good at the first input without
-    gradient, and from then on its output carries no graph: gradients of all adapters before it are silently lost.
-    """
+    """Stops bitsandbytes from packing 4-bit weights for a CPU in eval mode, which silently cuts off gradients."""
     for module in lm.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]

@@ -76,12 +76,7 @@ class TokenInputs(TrunkInputs):
 
 
 class _TransitLayer(DynamicLayer):  # type: ignore[misc]
-    """Hands keys and values on and keeps none, which tells transformers' mask code all it must know.
-
-    Without a cache and a mask, that code looks for packed sequences in tensor values: a wait for the device, and on
-    fake tensors a mask that the real run does not have. With an empty cache it takes shapes alone, builds no mask where
-    the attention kernel knows causality itself, and one window mask for all rows where a layer has a window.
-    """
+    """Keeps no keys and values: beside an empty cache, transformers makes masks by shapes, else by tensors' values."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states

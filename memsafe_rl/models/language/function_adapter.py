@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import autocast_bytes, claim
+from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import Choose, ModelAdapter
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import LogitMap, head_of, naive_logits, predicting_states
 from memsafe_rl.models.module_state import as_reference, replaced
+from memsafe_rl.ops.registry import wrong_answer
 from memsafe_rl.types import Component, ModelGeometry, TokenDistribution, Trajectory
 
 
@@ -145,12 +148,19 @@ class FunctionAdapter(ModelAdapter):
 
     @property
     def _layer(self) -> Any:
-        return self._head(self._inner)
+        layer = self._head(self._inner)
+        refusal.when(not hasattr(layer, "in_features"), "states/head", kind=type(layer).__name__)
+        return layer
 
     def _states(self, ids_BL: Tensor) -> Tensor:
-        if not (self._recomputes and torch.is_grad_enabled()):
-            return self._hidden_states(self._inner, ids_BL)
-        states_BLD: Tensor = checkpoint(
-            self._hidden_states, self._inner, ids_BL, use_reentrant=False, preserve_rng_state=self._inner.training
-        )
+        run, learns = self._hidden_states, torch.is_grad_enabled()
+        if self._recomputes and learns:
+            run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=self._inner.training)
+        states_BLD, wanted = run(self._inner, ids_BL), (*ids_BL.shape, self.value_inputs[0])
+        if not isinstance(states_BLD, Tensor) or states_BLD.shape != wanted:
+            raise wrong_answer("hidden_states", states_BLD, [wanted], "a hidden state for each token")
+        if learns and not states_BLD.requires_grad:
+            beside = {id(weight) for weight in self._layer.parameters()}
+            cut = any(weight.requires_grad and id(weight) not in beside for weight in self.model.parameters())
+            refusal.when(cut, "states/gradient", kind=type(self._inner).__name__)
         return states_BLD

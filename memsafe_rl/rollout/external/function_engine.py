@@ -196,7 +196,7 @@ class FunctionEngine(ExternalEngine):
         random = capture_random_state()
         try:
             with torch.no_grad(), eval_mode(self._adapter.model):
-                drawn = list(self._draw(request, plan))
+                drawn = list(self._draw(request, plan) or ())
         finally:
             set_random_state(random)
         given, wanted = len(drawn), len(request.rows)
@@ -209,11 +209,13 @@ class FunctionEngine(ExternalEngine):
         engine, kind = self.name, type(completion).__name__
         unusable.when(not isinstance(completion, Completion), "completion/kind", engine=engine, row=row, kind=kind)
         ids, logprobs, last = completion.ids, completion.logprobs, self._adapter.geometry.vocab_size - 1
-        shape, fit = tuple(ids.shape), ids.dtype == torch.int64 and ids.dim() == 1 and 1 <= len(ids) <= longest
-        unusable.when(not fit, "completion/ids", engine=engine, row=row, shape=shape, dtype=ids.dtype, longest=longest)
+        shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
+        fit = dtype == torch.int64 and len(shape) == 1 and 1 <= len(ids) <= longest
+        unusable.when(not fit, "completion/ids", engine=engine, row=row, shape=shape, dtype=dtype, longest=longest)
         for token in ids.tolist():
             unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
-        known, shape = logprobs.shape == ids.shape and bool(logprobs.isfinite().all()), tuple(logprobs.shape)
+        shape = tuple(getattr(logprobs, "shape", ()))
+        known = shape == tuple(ids.shape) and bool(logprobs.isfinite().all())
         unusable.when(not known, "completion/logprobs", engine=engine, row=row, shape=shape)
 
 
