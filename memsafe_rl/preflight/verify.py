@@ -180,7 +180,7 @@ def require_proof(loop: TrainingLoop) -> None:
     if not found.passed:
         raise MemsafeError(
             f"verify_plan: {found.sentence()} A loss of your own must treat each row by itself. Otherwise run "
-            "`memsafe-rl verify` for the whole comparison and report it, or set verify_plan=False to train nevertheless."
+            "`memsafe-rl verify` for the whole comparison and report it, or set verify_plan=False to train anyway."
         )
     # Said as a warning, which is what is shown by default: whoever asks for a proof wants its outcome.
     logger.warning("verify_plan: %s", found.sentence())
