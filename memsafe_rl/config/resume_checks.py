@@ -41,7 +41,7 @@ def _named(value: Any) -> str:
 
 
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainerConfig) -> None:
-    """Refuses settings that would make it another run; a checkpoint from before a setting stands for its default."""
+    """Refuses settings that would make it another run; a setting newer than the checkpoint counts as its default."""
     declared, known = config.declared, config.declared.keys() & now.keys()  # the others of `declared` may change
     assumed = {name: now[name] if config.left_open(name) else declared[name].default for name in known}
     saved = {**assumed, **{name: value for name, value in saved.items() if name in known or name not in declared}}

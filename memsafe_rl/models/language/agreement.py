@@ -104,6 +104,7 @@ def check_rows_alone(adapter: ModelAdapter) -> None:
     with eval_mode(adapter.model):
         whole = probe_rows(vocabulary)
         wanted_MV = naive_logits(adapter.distribution(whole, range(2)))
+        # their last token is another one, which no state before it may show
         begun = replace(whole, actions=Ragged.from_rows([row[[0, 1, 3]] for row in whole.actions.rows()]))
         alone = torch.cat([naive_logits(adapter.distribution(begun, [row])) for row in range(2)])
     firsts = torch.arange(3, device=wanted_MV.device)
