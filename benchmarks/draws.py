@@ -52,8 +52,8 @@ def lengths_by_generate(
     mask = torch.stack([(torch.arange(width) >= width - len(prompt)).long() for prompt in prompts])
     with torch.no_grad():
         out = model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             do_sample=True,
             top_k=0,
             max_new_tokens=longest,
@@ -62,5 +62,5 @@ def lengths_by_generate(
             pad_token_id=pad,
         )
     drawn = out[:, 1:] if model.config.is_encoder_decoder else out[:, width:]
-    ended = torch.isin(drawn, torch.tensor(ends)).int()
+    ended = torch.isin(drawn, torch.tensor(ends, device=drawn.device)).int()
     return torch.where(ended.any(1), ended.argmax(1) + 1, drawn.shape[1]).tolist()

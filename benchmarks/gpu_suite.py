@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_suite [--parts prove budget] [--rehearse]
 
-Each part is a process of its own, so that one that fails or hangs takes no other with it:
+Each part is a process of its own, so that one that fails or hangs takes no other with it and keeps what it has found.
+Checks run beside one another where there are cores for it; what is timed has the machine to itself:
 
 - prove: the gradient of one step under a lean plan, under the plain plan, and with refused allocations in it, for
   causal models and T5, GRPO and PPO, full and LoRA, in float32 and bfloat16;
@@ -25,12 +26,15 @@ same code on the pretend CUDA device (docs/device.md) with tiny networks, and wr
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +49,8 @@ from tests.device import build
 
 Record = dict[str, Any]
 
+Rows = Iterator[tuple[str, Record]]
+
 RESULTS = Path(__file__).parent / "results" / "gpu_suite.json"
 
 
@@ -53,36 +59,46 @@ class Part(NamedTuple):
 
     Args:
         module: of `benchmarks.gpu_parts`.
-        function: in it, which takes a `Size` and gives values by row.
+        function: in it, which takes a `Size` and yields names of rows with their values.
         seconds: after which it is given up on a card.
+        timed: whether it is timed.
     """
 
     module: str
     function: str
     seconds: int
+    timed: bool = False
 
-    def run(self, *, rehearse: bool) -> Record:
-        """Runs it in this process."""
+    def run(self, *, rehearse: bool) -> None:
+        """Runs it in this process, when a line on standard input says so, and prints each row as it is known."""
         sizes = import_module("benchmarks.gpu_parts.sizes")
-        function: Callable[[Any], Record] = getattr(import_module(f"benchmarks.gpu_parts.{self.module}"), self.function)
-        return function(sizes.REHEARSAL if rehearse else sizes.CARD)
+        function: Callable[[Any], Rows] = getattr(import_module(f"benchmarks.gpu_parts.{self.module}"), self.function)
+        sys.stdin.readline()
+        began = time.perf_counter()
+        for row, values in function(sizes.REHEARSAL if rehearse else sizes.CARD):
+            print(json.dumps({row: values}), flush=True)
+        print(json.dumps({"whole part": {"seconds": time.perf_counter() - began}}), flush=True)
 
 
 PARTS = {
-    "prove": Part("exactness", "prove", 90),
-    "storm": Part("exactness", "storm", 90),
-    "budget": Part("budgets", "budget", 90),
-    "forecast": Part("forecasts", "forecast", 200),
-    "random": Part("forecasts", "random_runs", 60),
-    "invariance": Part("exactness", "invariance", 60),
-    "launches": Part("speed", "launches", 60),
-    "rollout": Part("speed", "rollout", 60),
-    "step": Part("speed", "step", 100),
+    "prove": Part("exactness", "prove", 150),
+    "storm": Part("exactness", "storm", 150),
+    "budget": Part("budgets", "budget", 150),
+    "random": Part("forecasts", "random_runs", 150),
+    "invariance": Part("exactness", "invariance", 150),
+    "rollout": Part("speed", "rollout", 60, timed=True),
+    "forecast": Part("forecasts", "forecast", 180, timed=True),
+    "step": Part("speed", "step", 100, timed=True),
+    "launches": Part("speed", "launches", 60, timed=True),
 }
 DEADLINE_SECONDS = 470
 """Of all parts on a card; one that would begin later is not run."""
 REHEARSAL_PATIENCE = 8
 """How much longer a rehearsal may take: its kernels run on a CPU, which may be busy."""
+_CORES_EACH = 3
+"""Cores for each of the processes that run beside one another; as many more are made ready meanwhile."""
+_ROW = '{"'
+"""How a line with a row begins; libraries print others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--alone", choices=list(PARTS), help=argparse.SUPPRESS)  # a part in a process of its own
     given = parser.parse_args(arguments)
     if given.alone:
-        print(json.dumps(PARTS[given.alone].run(rehearse=given.rehearse)))
+        PARTS[given.alone].run(rehearse=given.rehearse)
         return 0
     if given.rehearse:
         if reason := build.missing():
@@ -119,43 +135,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(parts: Sequence[str], rehearse: bool, out: Path | None) -> dict[str, Record]:
-    """Runs parts one after the other, and writes what is known after each."""
+    """Runs checks beside one another and what is timed alone, and writes what is known after each."""
     results: dict[str, Record] = {}
     patience = REHEARSAL_PATIENCE if rehearse else 1
     ends = time.perf_counter() + DEADLINE_SECONDS * patience
-    with Progress(console=Console(stderr=True)) as progress:
+    checks, timed = ([name for name in parts if PARTS[name].timed is of] for of in (False, True))
+    width = max(1, (os.cpu_count() or 1) // _CORES_EACH)
+    groups = [checks[start : start + width] for start in range(0, len(checks), width)] + [[name] for name in timed]
+    ahead = iter([name for group in groups for name in group])
+    children: dict[str, _Child] = {}
+    with (
+        Progress(console=Console(stderr=True)) as progress,
+        tempfile.TemporaryDirectory() as folder,
+        ExitStack() as stack,
+    ):
         bar = progress.add_task("", total=len(parts))
-        for name in parts:
-            progress.update(bar, description=name)
-            left = min(PARTS[name].seconds * patience, ends - time.perf_counter())
-            results[name] = _alone(name, rehearse, left) if left > 0 else _failed("no time was left for it")
-            progress.advance(bar)
-            if out is not None:
-                out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
+        for group in groups:
+            progress.update(bar, description=", ".join(group))
+            for name in itertools.islice(ahead, max(0, 2 * width - len(children))):
+                children[name] = stack.enter_context(_Child(name, rehearse, Path(folder)))
+            left = ends - time.perf_counter()
+            for name in group if left > 0 else ():
+                children[name].begin()
+            for name in group:
+                patient = min(PARTS[name].seconds * patience, ends - time.perf_counter())
+                child = children.pop(name)
+                results[name] = child.result(max(0, patient)) if left > 0 else _failed("no time was left for it")
+                progress.advance(bar)
+                if out is not None:
+                    out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
     return results
 
 
-def _alone(name: str, rehearse: bool, seconds: float) -> Record:
-    """Runs a part in a process of its own; says how it failed where it did."""
-    command = [sys.executable, "-m", *(["tests.device"] if rehearse else []), "benchmarks.gpu_suite", "--alone", name]
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # with several, TRL wants a launcher
-    began = time.perf_counter()
-    try:
-        ended = subprocess.run(
-            [*command, *(["--rehearse"] if rehearse else [])],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": first, "PRETEND_DEVICES": "1"},
-            check=False,
-        )
-    except subprocess.TimeoutExpired as late:
-        return _failed(f"given up after {seconds:.0f} s: {str(late.stderr or b'')[-400:]}")
-    if ended.returncode:
-        return _failed(ended.stderr[-2000:])
-    found: Record = json.loads(ended.stdout.splitlines()[-1])
-    found["whole part"] = {"seconds": time.perf_counter() - began}
-    return found
+class _Child:
+    """A part in a process of its own, which imports what it needs and waits until it is told to begin."""
+
+    def __init__(self, name: str, rehearse: bool, folder: Path) -> None:
+        self._files = [folder / f"{name}.{stream}" for stream in ("out", "err")]
+        command = [sys.executable, "-m", *(["tests.device"] if rehearse else []), "benchmarks.gpu_suite"]
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # with several, TRL wants a launcher
+        with self._files[0].open("w") as out, self._files[1].open("w") as err:
+            self._process = subprocess.Popen(
+                [*command, "--alone", name, *(["--rehearse"] if rehearse else [])],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=err,
+                text=True,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": first, "PRETEND_DEVICES": "1"},
+            )
+
+    def __enter__(self) -> _Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None, "it was asked for"
+        self._process.stdin.close()
+
+    def begin(self) -> None:
+        """Has the part begin."""
+        assert self._process.stdin is not None, "it was asked for"
+        with suppress(BrokenPipeError):  # it is dead already, and `result` says why
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
+    def result(self, seconds: float) -> Record:
+        """Waits for its end; returns all rows that it has found, and how it failed where it did."""
+        given_up = ""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            given_up = f"given up after {seconds:.0f} s: "
+        told, wrong = (file.read_text() for file in self._files)
+        lines = [line for line in told.splitlines(keepends=True) if line.startswith(_ROW) and line.endswith("\n")]
+        found: Record = {row: values for line in lines for row, values in json.loads(line).items()}
+        return {**found, **_failed(given_up + wrong[-2000:])} if self._process.returncode else found
 
 
 def _failed(why: str) -> Record:

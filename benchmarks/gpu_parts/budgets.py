@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from benchmarks.capacity_sweep import NATURAL
-from benchmarks.gpu_parts.sizes import Record, Size, Spread, clock, counted, failures, highest, prompts, settings
+from benchmarks.gpu_parts.sizes import Record, Rows, Size, Spread, clock, counted, failures, highest, prompts, settings
 from benchmarks.small import filled_tokenizer, small_qwen3, small_t5
 from memsafe_rl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from memsafe_rl.accounting import host_memory
@@ -48,23 +48,23 @@ KINDS = {
 }
 
 
-def budget(size: Size) -> Record:
+def budget(size: Size) -> Rows:
     """Trains under ever smaller budgets and compares with the run that had all the room."""
-    return {row: values for name, kind in KINDS.items() for row, values in beside(name, size, kind.shares).items()}
+    for name, kind in KINDS.items():
+        yield from beside(name, size, kind.shares)
 
 
-def beside(name: str, size: Size, shares: Sequence[float]) -> Record:
+def beside(name: str, size: Size, shares: Sequence[float]) -> Rows:
     """Trains one kind with all the room, and under budgets that leave shares of it."""
     free = trained_under(None, name, size)
     state, peak = free["state_bytes"], free["reserved_bytes"]
-    found: Record = {name: {**_told(free, free), "passed": True}}
+    yield name, {**_told(free, free), "passed": True}
     for share in shares:
         allowed = int(state + share * (peak - state))
         run = trained_under(allowed, name, size)
         within = run["reserved_bytes"] <= allowed and (share < WITHOUT_FAILURE or run["failures"] == 0)
-        row = {"budget_bytes": allowed, **_told(run, free), "passed": within and _same(run, free)}
-        found[f"{name}, {share:.0%} above the state"] = row
-    return found
+        found = {"budget_bytes": allowed, **_told(run, free), "passed": within and _same(run, free)}
+        yield f"{name}, {share:.0%} above the state", found
 
 
 def trained_under(allowed: int | None, name: str, size: Size) -> Record:

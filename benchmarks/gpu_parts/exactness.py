@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import batch_invariance as invariant
-from benchmarks.gpu_parts.sizes import DEVICE, Record, Size, Spread, counted, prompts, settings
+from benchmarks.gpu_parts.sizes import DEVICE, Record, Rows, Size, Spread, counted, prompts, settings
 from benchmarks.small import filled_tokenizer, small_qwen3, small_t5
 from memsafe_rl import (
     FixedPolicy,
@@ -39,7 +39,7 @@ _RUNS = 4  # under refused allocations, of each scene
 _NO_SUCH_BYTES = 2**60  # that no card has
 
 
-def prove(size: Size) -> Record:
+def prove(size: Size) -> Rows:
     """Compares the gradients of a step under plans, and after failures."""
     kinds: dict[str, tuple[type[GRPOTrainer | PPOTrainer], Callable[..., Any], bool, bool]] = {
         "causal, full, float32": (GRPOTrainer, small_qwen3, False, False),
@@ -48,7 +48,8 @@ def prove(size: Size) -> Record:
         "PPO, full, float32": (PPOTrainer, small_qwen3, False, False),
         "causal, full, bfloat16": (GRPOTrainer, small_qwen3, False, True),
     }
-    return {name: _proved(size, *kind) for name, kind in kinds.items()}
+    for name, kind in kinds.items():
+        yield name, _proved(size, *kind)
 
 
 def _proved(
@@ -116,19 +117,18 @@ class Refusals(TorchDispatchMode):  # type: ignore[misc]
         return result
 
 
-def storm(size: Size) -> Record:
+def storm(size: Size) -> Rows:
     """Refuses allocations at random places of whole runs, and compares each with a calm one.
 
     Kernels that add in any order are kept out, so that a difference is ours.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     named = {scene.name: scene for scene in SCENES}
-    found: Record = {}
     for number, name in enumerate(size.scenes):
         with tempfile.TemporaryDirectory() as folder, Refusals() as device:
             tally = runs.storm(named[name], device, _RUNS, number, Path(folder))
         findings = tally.findings
-        found[name] = {
+        found = {
             "runs": tally.runs,
             "faults": findings.faults,
             "pinned_bytes": tally.pinned_bytes,
@@ -136,12 +136,13 @@ def storm(size: Size) -> Record:
             "violations": "; ".join(findings.violations)[:300],
             "passed": not findings.violations and findings.faults > 0,
         }
-    return found
+        yield name, found
 
 
-def invariance(size: Size) -> Record:
+def invariance(size: Size) -> Rows:
     """Draws and scores the same rows in batches of other sizes, in bf16, and counts what differs."""
-    return {f"{family}, bf16": _invariant(family, size.sampled_tokens) for family in size.families}
+    for family in size.families:
+        yield f"{family}, bf16", _invariant(family, size.sampled_tokens)
 
 
 def _invariant(family: str, tokens: int) -> Record:

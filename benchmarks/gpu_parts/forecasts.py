@@ -13,9 +13,9 @@ from benchmarks.gpu_parts.sizes import (
     DEVICE,
     Case,
     Record,
+    Rows,
     Size,
-    Spread,
-    clock,
+    Timed,
     counted,
     failures,
     highest,
@@ -32,12 +32,13 @@ from memsafe_rl.types import Phase
 
 NEAR_PEAK, NEAR_DRIVER, NEAR_RESERVED, NEAR_SECONDS = 0.05, 0.08, 0.03, 0.30
 """Largest relative errors: against the allocator's live and reserved bytes, the driver's, and the clock."""
-_STEPS = 2
+_STEPS = 3
 
 
-def forecast(size: Size) -> Record:
+def forecast(size: Size) -> Rows:
     """Forecasts runs, makes them with random weights and completions of full length, and compares."""
-    return {str(case): foreseen(case, size) for case in size.cases}
+    for case in size.cases:
+        yield str(case), foreseen(case, size)
 
 
 def foreseen(case: Case, size: Size) -> Record:
@@ -61,10 +62,9 @@ def foreseen(case: Case, size: Size) -> Record:
         speed = measured_speed(DEVICE, size.dtype)
         told = forecast_memory(folder, args, device_bytes=meter.total_bytes(), device="cuda", speed=speed, **given)
         driver_before = meter.unheld_bytes()
-        trainer = GRPOTrainer(random_network(config, size), Spread(), args=args, **given)
-        began = clock()
+        reward = Timed()
+        trainer = GRPOTrainer(random_network(config, size), reward, args=args, **given)
         trainer.train()
-        seconds = (clock() - began) / _STEPS
         held, reserved = highest(trainer, "memory/peak_bytes"), highest(trainer, "memory/reserved_bytes")
         driver = driver_before - meter.unheld_bytes()
         failed = failures(trainer)
@@ -76,7 +76,7 @@ def foreseen(case: Case, size: Size) -> Record:
         "error": bytes_told / held - 1,
         "driver_error": reserved_told / driver - 1,
         "reserved_error": reserved_told / reserved - 1,
-        "seconds_error": told.step_seconds.step / seconds - 1,
+        "seconds_error": told.step_seconds.step / reward.step_seconds() - 1,
     }
     limits = (NEAR_PEAK, NEAR_DRIVER, NEAR_RESERVED, NEAR_SECONDS)
     judged = dict(zip(errors, limits, strict=True)) if not size.shrunk else {"error": NEAR_PEAK}
@@ -87,16 +87,17 @@ def foreseen(case: Case, size: Size) -> Record:
         "reserved_bytes": reserved,
         "driver_bytes": driver,
         **errors,
-        "forecast_seconds": told.seconds,
-        "seconds": seconds,
+        "forecast_seconds": told.step_seconds.step,
+        "seconds": reward.step_seconds(),
         "failures": failed,
         "passed": all(abs(errors[name]) <= limit for name, limit in judged.items()),
     }
 
 
-def random_runs(size: Size) -> Record:
+def random_runs(size: Size) -> Rows:
     """Forecasts runs drawn at random, and makes them, as `benchmarks.forecast_error --random` does."""
-    return {f"seed 0, run {index}": _drawn(index) for index in range(size.random_runs)}
+    for index in range(size.random_runs):
+        yield f"seed 0, run {index}", _drawn(index)
 
 
 def _drawn(index: int) -> Record:

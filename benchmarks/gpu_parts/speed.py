@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,9 @@ from benchmarks.draws import keys_of, lengths_by_generate
 from benchmarks.gpu_parts.sizes import (
     DEVICE,
     Record,
+    Rows,
     Size,
-    Spread,
+    Timed,
     clock,
     counted,
     highest,
@@ -39,28 +39,29 @@ _MOST_OPERATORS = 0.75
 """Of `generate`'s operators a token, ours, in networks of full depth."""
 
 
-def launches(size: Size) -> Record:
+def launches(size: Size) -> Rows:
     """Counts operators, uploads and read-backs of a decoded token, beside `generate`, and times both."""
-    found: Record = {}
     for name, build in counts.networks(size.layers if size.shrunk else None).items():
         with counted():
             model = build(counts.VOCABULARIES[name]).to(DEVICE).eval()
             sides = counts.decoding(model, _GROUP, 16, 3)
         ours, share = sides["memsafe_rl"], sides["our_share"]
-        found[name] = {
-            "operators": ours["operators"],
-            "of_generate": share["operators"],
-            "uploads": ours["uploads"],
-            "read_backs": ours["read_backs"],
-            "ms": ours["ms"],
-            "of_its_ms": share["ms"],
-            "passed": max(ours["uploads"], ours["read_backs"]) <= 1
-            and (share["operators"] <= _MOST_OPERATORS or size.shrunk),
-        }
-    return found
+        yield (
+            name,
+            {
+                "operators": ours["operators"],
+                "of_generate": share["operators"],
+                "uploads": ours["uploads"],
+                "read_backs": ours["read_backs"],
+                "ms": ours["ms"],
+                "of_its_ms": share["ms"],
+                "passed": max(ours["uploads"], ours["read_backs"]) <= 1
+                and (share["operators"] <= _MOST_OPERATORS or size.shrunk),
+            },
+        )
 
 
-def rollout(size: Size) -> Record:
+def rollout(size: Size) -> Rows:
     """Draws a rollout of completions of full length here and with transformers' `generate`."""
     config = real_config(size.beside, size)
     found: Record = {}
@@ -78,13 +79,16 @@ def rollout(size: Size) -> Record:
             tokens = draw(network, asked, size.rollout_tokens, 1)
             seconds = clock() - began
             found[name] = {"tokens_per_second": tokens / seconds, "above_weights_bytes": meter.peak_bytes() - held}
+            yield name, found[name]
         del network
     ours, theirs = found["memsafe_rl"], found["generate"]
-    found["ratio"] = {
-        "tokens_per_second": ours["tokens_per_second"] / theirs["tokens_per_second"],
-        "above_weights_bytes": ours["above_weights_bytes"] / max(1, theirs["above_weights_bytes"]),
-    }
-    return found
+    yield (
+        "ratio",
+        {
+            "tokens_per_second": ours["tokens_per_second"] / theirs["tokens_per_second"],
+            "above_weights_bytes": ours["above_weights_bytes"] / max(1, theirs["above_weights_bytes"]),
+        },
+    )
 
 
 def _drawn_here(network: Any, asked: Sequence[Tensor], longest: int, seed: int) -> int:
@@ -103,25 +107,18 @@ def _drawn_by_generate(network: Any, asked: Sequence[Tensor], longest: int, seed
     return sum(lengths_by_generate(network, asked, _GROUP, longest, (), PAD_ID, seed))
 
 
-def step(size: Size) -> Record:
+def step(size: Size) -> Rows:
     """Times a rollout and its optimizer step here and in TRL, LoRA and all weights."""
-    found: Record = {}
     sides = ["memsafe_rl"] + (["TRL"] if importlib.util.find_spec("trl") else [])
     for lora in (True, False):
         for side in sides:
-            found[f"{side}, {'LoRA' if lora else 'full'}"] = _stepped(side, lora, size)
-    return found
+            yield f"{side}, {'LoRA' if lora else 'full'}", _stepped(side, lora, size)
 
 
 def _stepped(side: str, lora: bool, size: Size) -> Record:
     config = real_config(size.beside, size)
     rows, steps = 4 * _GROUP, 3
-    ends: list[float] = []
-    reward = Spread()
-
-    def timed(completion_ids: Sequence[Sequence[int]], **others: Any) -> list[float]:
-        ends.append(clock())
-        return reward(completion_ids, **others)
+    reward = Timed()
 
     with tempfile.TemporaryDirectory() as folder, counted() as meter:
         shared = settings(
@@ -145,14 +142,12 @@ def _stepped(side: str, lora: bool, size: Size) -> Record:
             import trl  # may be absent on the machine that is measured
 
             args = trl.GRPOConfig(**shared, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 8)
-            trainer: Any = trl.GRPOTrainer(network, timed, args=args, **given)
+            trainer: Any = trl.GRPOTrainer(network, reward, args=args, **given)
         else:
             own = GRPOConfig(**shared, per_device_train_batch_size=rows)
-            trainer = GRPOTrainer(network, timed, args=own, **given)
+            trainer = GRPOTrainer(network, reward, args=own, **given)
         meter.reset_peak()
         trainer.train()
         peak = meter.peak_bytes() if side == "TRL" else highest(trainer, "memory/peak_bytes")
         del trainer, network
-    # From one rollout's rewards to the next one's lies one update and one rollout.
-    between = [after - before for before, after in itertools.pairwise(ends)]
-    return {"seconds_per_step": min(between), "peak_bytes": peak, "steps": len(ends)}
+    return {"seconds_per_step": reward.step_seconds(), "peak_bytes": peak, "steps": steps}

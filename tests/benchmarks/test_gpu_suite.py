@@ -1,9 +1,9 @@
 """The suite for cards says what failed and goes on; its parts are rehearsed on the pretend device (`tests/device`)."""
 
 import json
+from io import StringIO
 from pathlib import Path
-from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -32,30 +32,75 @@ def test_other_weights_a_broken_budget_or_a_failure_do_not_pass(monkeypatch: pyt
         }  # fmt: skip
 
     monkeypatch.setattr(budgets, "trained_under", run)
-    found = budgets.beside("PPO", REHEARSAL, [0.6, 0.4, 0.3, 0.2])
+    found = dict(budgets.beside("PPO", REHEARSAL, [0.6, 0.4, 0.3, 0.2]))
     assert [one["passed"] for one in found.values()] == [True, True, False, False, False]
 
 
-def test_a_part_that_dies_or_hangs_is_told_and_the_others_go_on(
+class Pretended:
+    """Stands for the process of a part: one dies, one hangs after its first row, the others end."""
+
+    def __init__(self, command: list[str], *, stdout: Any, stderr: Any, **_: Any) -> None:
+        assert command[1:4] == ["-m", "tests.device", "benchmarks.gpu_suite"]
+        self.part = command[command.index("--alone") + 1]
+        self.stdin, self.returncode = StringIO(), 0
+        if self.part == "prove":
+            stderr.write("Traceback ...\nRuntimeError: a kernel broke")
+            self.returncode = 1
+        else:
+            stdout.write('a warning\n{"a row": {"seconds": 1.5, "passed": true}}\n{"half a ro')
+
+    def wait(self, seconds: float | None = None) -> None:
+        assert self.stdin.closed or self.stdin.getvalue() == "\n"
+        if self.part == "budget" and self.returncode == 0:
+            assert seconds is not None
+            raise gpu_suite.subprocess.TimeoutExpired([], seconds)
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+
+def test_a_part_that_dies_or_hangs_keeps_its_rows_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ended(command: list[str], **settings: Any) -> CompletedProcess[str]:
-        part = command[command.index("--alone") + 1]
-        assert command[1:4] == ["-m", "tests.device", "benchmarks.gpu_suite"]
-        if part == "prove":
-            return CompletedProcess(command, 1, "", "Traceback ...\nRuntimeError: a kernel broke")
-        if part == "budget":
-            raise gpu_suite.subprocess.TimeoutExpired(command, settings["timeout"], stderr=b"still at it")
-        return CompletedProcess(command, 0, 'a warning\n{"a row": {"seconds": 1.5, "passed": true}}\n', "")
-
-    monkeypatch.setattr(gpu_suite.subprocess, "run", ended)
+    monkeypatch.setattr(gpu_suite.subprocess, "Popen", Pretended)
     out = tmp_path / "found.json"
     assert gpu_suite.main(["--rehearse", "--parts", "prove", "budget", "rollout", "--out", str(out)]) == 1
     told = capsys.readouterr().out
     assert "a kernel broke" in told
-    assert f"given up after {90 * gpu_suite.REHEARSAL_PATIENCE} s" in told
+    assert f"given up after {150 * gpu_suite.REHEARSAL_PATIENCE} s" in told
     results = json.loads(out.read_text())["results"]
-    assert results["rollout"]["a row"] == {"seconds": 1.5, "passed": True}
+    assert results["rollout"] == {"a row": {"seconds": 1.5, "passed": True}}
+    assert results["budget"].keys() == {"a row", "error"}
+
+
+@pytest.mark.parametrize("cores", [1, 8, 64])
+def test_what_is_timed_has_the_machine_to_itself(
+    cores: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running: set[str] = set()
+
+    class Watched(Pretended):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self.returncode, self.part = 0, self.part.replace("budget", "a budget")
+            self.stdin = cast(Any, self)
+
+        def write(self, _: str) -> None:
+            running.add(self.part)
+            most[:] = [max(most[0], len(running))]
+            assert len(running) == 1 or not any(name in running for name in ("rollout", "forecast"))
+
+        def flush(self) -> None: ...
+        def close(self) -> None: ...
+
+        def wait(self, seconds: float | None = None) -> None:
+            running.discard(self.part)
+
+    most = [0]
+    monkeypatch.setattr(gpu_suite.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(gpu_suite.subprocess, "Popen", Watched)
+    gpu_suite.main(["--rehearse", "--parts", "prove", "rollout", "budget", "forecast", "random"])
+    assert most[0] == min(3, max(1, cores // 3))
 
 
 def test_a_part_that_would_begin_after_the_deadline_is_not_run(

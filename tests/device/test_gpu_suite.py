@@ -13,7 +13,7 @@ from tests.device.pretend import Pretend
 @pytest.mark.parametrize("name", budgets.KINDS)
 def test_budgets_of_reserved_bytes_are_kept_with_the_same_tokens_and_weights(name: str, cuda: Pretend) -> None:
     shares = budgets.KINDS[name].shares
-    free, *limited = budgets.beside(name, REHEARSAL, shares).values()
+    free, *limited = dict(budgets.beside(name, REHEARSAL, shares)).values()
     above_state = free["reserved_bytes"] - free["state_bytes"]
     assert 0.4 in shares
     for share, run in zip(shares, limited, strict=True):
@@ -37,7 +37,7 @@ def test_a_forecast_is_what_the_run_holds_and_reserves(cuda: Pretend) -> None:
 
 
 def test_a_rollout_draws_every_token_on_both_sides(cuda: Pretend) -> None:
-    found = speed.rollout(REHEARSAL)
+    found = dict(speed.rollout(REHEARSAL))
     ours, theirs = found["memsafe_rl"], found["generate"]
     assert 0 < ours["above_weights_bytes"] < theirs["above_weights_bytes"]
 

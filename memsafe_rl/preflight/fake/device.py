@@ -55,6 +55,8 @@ class CudaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return _attend(*args, **kwargs)
+        if func is torch.addmm and "out_dtype" in kwargs:
+            return kwargs["out"]  # PyTorch 2.11 has no stand-in for it
         if func is torch.autograd.backward:
             with self:  # for blocks that are recomputed; edges do not come here again, as tensors would
                 return func(tuple(map(get_gradient_edge, args[0])), *args[1:], **kwargs)
