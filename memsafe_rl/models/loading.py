@@ -163,7 +163,7 @@ def load_model(
         elif isinstance(base, PeftModel):
             if with_reference:
                 _copy_reference_adapter(base)
-        elif _is_quantised(base):
+        elif getattr(base, "is_quantized", False):
             raise refusal("quantization_config/trained", name=name_of(model))
         elif with_reference:
             source = model if ref_model is None else ref_model
@@ -338,10 +338,6 @@ def _copy_reference_adapter(model: Any) -> None:
                     weights[target].copy_(weight)
     for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
         weight.requires_grad_(False)
-
-
-def _is_quantised(model: Any) -> bool:
-    return bool(getattr(model, "is_quantized", False))
 
 
 def name_of(model: str | nn.Module) -> str:

@@ -140,7 +140,9 @@ def _kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     count = flop_registry.get(func.overloadpacket)
     if count is None:
         return Kernel(0, 0, moved)
-    shaped = [value for value in args if not isinstance(value, torch.dtype)]  # PyTorch's counts know no type of results
+    heads = args[0].shape[1:2] if "attention" in func._schema.name else ()  # of queries; 2.11 knows no shared keys
+    shapes = ((*one.shape[:1], *heads, *one.shape[2:]) if heads and isinstance(one, Tensor) else one for one in args)
+    shaped = [one for one in shapes if not isinstance(one, torch.dtype)]  # PyTorch's counts know no type of results
     flops = int(count(*shaped, **kwargs, out_val=result))
     matrices = [tensor.shape[-2:] for tensor in given if tensor.dim() > 1]
     return Kernel(min((side for shape in matrices[-2:] for side in shape), default=1), flops, moved)

@@ -289,9 +289,9 @@ def prepare_device(device: torch.device) -> None:
     if device.type == "cpu":
         return
     with torch.inference_mode(False), torch.enable_grad():
-        try:  # one product forward, in this thread, and backward, in the device's
+        try:  # one product forward, in this thread, and backward, in the device's; with a bias it is cublasLt's too
             square = torch.zeros(_SIDE, _SIDE, device=device, requires_grad=True)
-            torch.autograd.grad((square @ square).sum(), square)
+            torch.autograd.grad(torch.addmm(square[0], square, square).sum(), square)
         except RuntimeError as error:
             # Later this status may mean a kernel's bad index too; nothing has run yet.
             if "CUBLAS_STATUS_NOT_INITIALIZED" not in str(error):

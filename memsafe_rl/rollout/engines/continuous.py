@@ -29,6 +29,7 @@ from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
 """Sampling settings that continuous batching has; it drops the processors of others without a word."""
 
+_PAGE = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # its older name
 _PAGE_TOKENS = 32
 _SPARE_BLOCKS = 2  # blocks that the cache allocates for padding
 _BATCH_TOKENS = 1024
@@ -45,7 +46,7 @@ def continuous_engine(context: EngineContext) -> FunctionEngine:
     refuse_encoder(context, "use_transformers_continuous_batching")
     options = context.config.transformers_continuous_batching_config or {}
     check_options(options)
-    batching = _Batching(context.adapter, {"page_size": _PAGE_TOKENS, **options}, context.room)
+    batching = _Batching(context.adapter, {_PAGE: _PAGE_TOKENS, **options}, context.room)
     return FunctionEngine(context, batching.draw, honours=HONOURED)
 
 
@@ -74,7 +75,7 @@ class _Batching:
         pool = pool_for(
             self.adapter.geometry,
             element_bytes=weights.element_size(),
-            block_tokens=int(self.options["page_size"]),
+            block_tokens=int(self.options[_PAGE]),
             spare=_SPARE_BLOCKS,
             row_tokens=asked.row_tokens,
             rows=rows,
