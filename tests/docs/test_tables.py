@@ -338,6 +338,53 @@ def reserved_budgets() -> list[Row]:
     return found
 
 
+def on_a_card(part: str) -> Any:
+    return results("gpu_suite")["results"][part]
+
+
+def card_gradients() -> list[Row]:
+    names = {"Qwen3, all weights, float32": "causal, full, float32", "Qwen3, LoRA, float32": "causal, LoRA, float32"}
+    names |= {"T5, all weights, float32": "T5, full, float32", "Qwen3, PPO, float32": "PPO, full, float32"}
+    names |= {"Qwen3, all weights, bfloat16": "causal, full, bfloat16"}
+    found = []
+    for name, key in names.items():
+        one = on_a_card("prove")[key]
+        assert one["passed"]
+        found.append((name, [one["difference"], one["plain_peak_bytes"] / MIB, one["lean_peak_bytes"] / MIB]))
+    return found
+
+
+def card_budgets() -> list[Row]:
+    names = {"GRPO, all weights": "GRPO, full", "GRPO, LoRA": "GRPO, LoRA", "PPO": "PPO", "GRPO, T5": "T5"}
+    found, runs = [], on_a_card("budget")
+    for name, key in names.items():
+        for share in (40, 10) if key == "GRPO, full" else (40,):
+            one = runs[f"{key}, {share}% above the state"]
+            assert one["same_tokens"]
+            sizes = [size / MIB for size in (runs[key]["reserved_bytes"], one["budget_bytes"], one["reserved_bytes"])]
+            found.append((f"{name}, {share} % above the state", [*sizes, one["failures"], one["weights_apart"]]))
+    return found
+
+
+def card_steps() -> list[Row]:
+    found = []
+    for name, key in (("LoRA of rank 16", "LoRA"), ("all weights", "full")):
+        sides = [on_a_card("step")[f"{side}, {key}"] for side in ("memsafe_rl", "TRL")]
+        seconds, peaks = ([one[column] for one in sides] for column in ("seconds_per_step", "peak_bytes"))
+        found.append((name, [*seconds, *(peak / MIB for peak in peaks)]))
+    return found
+
+
+def card_random_runs() -> list[Row]:
+    names = ("Phi-3, all weights, tied, Adafactor", "Qwen3-MoE, PPO, tied, Adafactor", "Qwen3-MoE, bfloat16, Adafactor")
+    names += ("OLMo-2, LoRA, PPO, AdamW", "GPT-2, all weights, tied, Adafactor")
+    found = []
+    for index, name in enumerate(names):
+        one = on_a_card("random")[f"seed 0, run {index}"]
+        found.append((f"{index}: {name}", [one["held_bytes"] / MB, one["forecast_bytes"] / MB, 100 * one["peak"]]))
+    return found
+
+
 def same_rollouts() -> list[Row]:
     names = {"sgd": "SGD", "adamw_torch": "AdamW"}
     return [(names[one["optimizer"]], [one["relative_difference"]]) for one in results("learning")["same_rollouts"]]
@@ -523,6 +570,10 @@ def smollm2() -> list[Row]:
 FIGURES, EXAMPLES = "docs/figures.md", "docs/examples.md"
 TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "forecast_error": (FIGURES, "## A forecast beside the run", slice(1), forecast_error),
+    "gradients on a card": (FIGURES, "## On an H100", slice(1), card_gradients),
+    "budgets on a card": (FIGURES, "Four steps under budgets of reserved bytes", slice(1), card_budgets),
+    "steps on a card": (FIGURES, "A rollout of Qwen3-0.6B", slice(1), card_steps),
+    "random runs on a card": (FIGURES, "The forecast of Qwen3-0.6B", slice(1), card_random_runs),
     "step": (FIGURES, "## A whole step beside TRL", slice(1), step),
     "rollout": (FIGURES, "## Rollouts beside `generate`", slice(1), rollout),
     "sharded_forecast": (FIGURES, "## A sharded rank beside its forecast", slice(1), sharded),

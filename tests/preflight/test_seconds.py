@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
 
 from memsafe_rl import (
     FixedPolicy,
@@ -59,6 +62,20 @@ class TestWork:
             row.expand(100, 8).sum()
         (kernel,) = counter.work.kernels
         assert kernel.moved_bytes == 4 * (8 + 1)
+
+    def test_attention_whose_heads_share_keys_counts_as_if_each_had_its_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def old(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+            assert query[:2] == key[:2] == value[:2], "PyTorch 2.11 knows no shared keys"
+            return 4 * query[0] * query[1] * query[2] * key[2] * query[3]
+
+        monkeypatch.setattr(flop_counter, "sdpa_flop_count", old)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        counter, queries, keys = WorkCounter(), torch.ones(2, 4, 5, 8), torch.ones(2, 1, 5, 8)
+        with FakeTensorMode(allow_non_fake_inputs=True), counter:
+            flash(queries, keys, keys)
+        assert [kernel.flops for kernel in counter.work.kernels] == [4 * 2 * 4 * 5 * 5 * 8]
 
     def test_a_lap_begins_anew(self) -> None:
         counter = WorkCounter()

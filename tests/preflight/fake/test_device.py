@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from memsafe_rl.accounting import charge, worth_running
@@ -133,6 +134,21 @@ def test_an_optimizers_counts_of_steps_are_in_host_memory_unless_it_is_fused() -
             assert memory.live_bytes == 512 * tensors, f"fused={fused}"
             one = torch.tensor(data=1.0, device=weight.device)
             assert memory.live_bytes == 512 * (tensors + 1), one
+
+
+def test_a_sum_of_halves_in_float32_makes_nothing_and_asks_no_stand_in() -> None:
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert "addmm" not in str(func), "PyTorch 2.11 has no stand-in for it"
+            return func(*args, **(kwargs or {}))
+
+    with fake_device(stands_for="cuda") as memory:
+        total, half = torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.bfloat16)
+        held = memory.live_bytes
+        memory.reset_peak()
+        with Asked():
+            assert torch.addmm(total, half, half, out_dtype=torch.float32, out=total) is total
+        assert memory.live_bytes == memory.peak_bytes == held
 
 
 def test_a_kernels_own_temporaries_count() -> None:
