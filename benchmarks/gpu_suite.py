@@ -129,6 +129,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     for name, found in results.items():
         console.print(_table(name, found))
+        for values in found.values():
+            console.print(values.get("told", ""), markup=False, end="")
     passed = all(row.get("passed", True) for found in results.values() for row in found.values())
     console.print("every check passed" if passed else "SOMETHING FAILED: see the rows above")
     return 0 if passed else 1
@@ -160,7 +162,7 @@ def _run(parts: Sequence[str], rehearse: bool, out: Path | None) -> dict[str, Re
             for name in group:
                 patient = min(PARTS[name].seconds * patience, ends - time.perf_counter())
                 child = children.pop(name)
-                results[name] = child.result(max(0, patient)) if left > 0 else _failed("no time was left for it")
+                results[name] = child.result(max(0, patient)) if left > 0 else _failed("no time was left for it\n")
                 progress.advance(bar)
                 if out is not None:
                     out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n")
@@ -212,7 +214,7 @@ class _Child:
         told, wrong = (file.read_text() for file in self._files)
         lines = [line for line in told.splitlines(keepends=True) if line.startswith(_ROW) and line.endswith("\n")]
         found: Record = {row: values for line in lines for row, values in json.loads(line).items()}
-        return {**found, **_failed(given_up + wrong[-2000:])} if self._process.returncode else found
+        return {**found, **_failed(f"{given_up}{wrong[-2000:]}\n")} if self._process.returncode else found
 
 
 def _failed(why: str) -> Record:
@@ -220,7 +222,7 @@ def _failed(why: str) -> Record:
 
 
 def _table(name: str, found: Record) -> Table:
-    columns = list(dict.fromkeys(column for row in found.values() for column in row))
+    columns = list(dict.fromkeys(column for row in found.values() for column in row if column != "told"))
     table = Table(name, *(column.replace("_", " ") for column in columns))
     for row, values in found.items():
         table.add_row(row, *(_shown(column, values.get(column)) for column in columns))

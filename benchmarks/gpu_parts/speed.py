@@ -108,14 +108,19 @@ def _drawn_by_generate(network: Any, asked: Sequence[Tensor], longest: int, seed
 
 
 def step(size: Size) -> Rows:
-    """Times a rollout and its optimizer step here and in TRL, LoRA and all weights."""
-    sides = ["memsafe_rl"] + (["TRL"] if importlib.util.find_spec("trl") else [])
-    for lora in (True, False):
-        for side in sides:
-            yield f"{side}, {'LoRA' if lora else 'full'}", _stepped(side, lora, size)
+    """Times a rollout and its optimizer step here and in TRL, LoRA and all weights, and here under TRL's peak."""
+    kinds, peaks = {"LoRA": True, "full": False}, dict[str, int]()
+    for kind, lora in kinds.items():
+        yield f"memsafe_rl, {kind}", _stepped("memsafe_rl", lora, size)
+        if importlib.util.find_spec("trl"):
+            beside = _stepped("TRL", lora, size)
+            peaks[kind] = beside["peak_bytes"]
+            yield f"TRL, {kind}", beside
+    for kind, peak in peaks.items():
+        yield f"memsafe_rl, {kind}, TRL's peak as budget", _stepped("memsafe_rl", kinds[kind], size, peak)
 
 
-def _stepped(side: str, lora: bool, size: Size) -> Record:
+def _stepped(side: str, lora: bool, size: Size, budget: int | str = "auto") -> Record:
     config = real_config(size.beside, size)
     rows, steps = 4 * _GROUP, 3
     reward = Timed()
@@ -144,7 +149,7 @@ def _stepped(side: str, lora: bool, size: Size) -> Record:
             args = trl.GRPOConfig(**shared, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 8)
             trainer: Any = trl.GRPOTrainer(network, reward, args=args, **given)
         else:
-            own = GRPOConfig(**shared, per_device_train_batch_size=rows)
+            own = GRPOConfig(**shared, per_device_train_batch_size=rows, memory_budget=budget)
             trainer = GRPOTrainer(network, reward, args=own, **given)
         meter.reset_peak()
         trainer.train()

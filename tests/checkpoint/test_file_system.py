@@ -376,6 +376,7 @@ class TestAFolderThatChangesUnderTheRun:
         aside = run / "previous" / "theirs" / "checkpoint-3"
         assert {path.name: path.read_bytes() for path in aside.iterdir()} == held
 
+    @pytest.mark.slow
     def test_a_second_run_changes_nothing(self, run: Path, whole: torch.Tensor) -> None:
         def another() -> None:
             before = (run / "run.json").read_bytes()

@@ -144,6 +144,7 @@ def test_a_subclass_uploads_in_its_own_way(hub: Hub, tmp_path: Path) -> None:
     assert hub.commits[-1]["commit_message"] == "mine: Model save"
 
 
+@pytest.mark.slow
 def test_a_save_passes_while_an_upload_is_under_way_unless_told_otherwise(hub: Hub, tmp_path: Path) -> None:
     for always, count in ((False, 1), (True, 3)):
         hub.commits, hub.waiting = [], []

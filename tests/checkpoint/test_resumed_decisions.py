@@ -72,6 +72,7 @@ def test_what_followed_a_step_that_was_cut_short_is_done_by_the_next_start(
         assert logged(resumed) == logged(whole)
 
 
+@pytest.mark.slow
 def test_the_end_of_an_epoch_after_the_last_save_is_not_lost(tmp_path: Path) -> None:
     """The checkpoint of the epoch's last step is written before the epoch is evaluated."""
     settings = {**EVALUATING, "eval_strategy": "epoch", "save_steps": 8, "max_steps": 9}
@@ -123,6 +124,7 @@ def test_the_best_and_the_patience_survive_a_signal_while_callbacks_hear(
     assert evaluated == expected if event == "on_epoch_end" else set(evaluated) == set(expected)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_after_its_last_checkpoint_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = {**EVALUATING, "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
     ended: list[int] = []
@@ -158,6 +160,7 @@ def test_a_state_that_json_cannot_hold_is_left_out_by_name(tmp_path: Path, caplo
     assert state["stateful_callbacks"]["Odd"]["attributes"] == {"seen": [1, 2]}
 
 
+@pytest.mark.slow
 def test_averages_of_half_a_window_are_resumed(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 3, "max_steps": 6}
     whole = make_trainer(tmp_path / "whole", **settings)
@@ -169,6 +172,7 @@ def test_averages_of_half_a_window_are_resumed(tmp_path: Path) -> None:
     assert [one for one in logged(resumed) if one["step"] in (3, 6)] == logged(whole)
 
 
+@pytest.mark.slow
 def test_patience_goes_on_where_it_was(tmp_path: Path) -> None:
     settings = {
         **EVALUATING,

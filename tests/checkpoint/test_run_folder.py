@@ -125,6 +125,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     claim(tmp_path, None).release()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_cuts_no_log_and_marks_what_is_done_again(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "whole", max_steps=6)
     whole.train()
@@ -163,6 +164,7 @@ def test_zero_steps_of_training_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path / "new", max_steps=2).train(tmp_path / "run" / "checkpoint-2")
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_trainer(tmp_path / "run", max_steps=3, **SAVING).train()
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoint-3").iterdir())

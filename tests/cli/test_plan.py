@@ -85,6 +85,7 @@ AN_ADAPTER = (
 )
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_said_with_its_reason(folder: Path) -> None:
     code, told, _ = plan(folder, "--gpu", "2MiB", "--max-completion-length", "64")
     assert code == 1
@@ -105,6 +106,7 @@ def test_where_the_weights_alone_are_too_large_only_fewer_of_them_are_proposed(f
     assert told == f"{AN_ADAPTER}; or a larger card (--gpu)"
 
 
+@pytest.mark.slow
 def test_what_needs_no_torch_is_refused_before_it_is_imported(folder: Path) -> None:
     model = ("--model", str(folder), "--reward-funcs", "a:b")
     mistakes = [

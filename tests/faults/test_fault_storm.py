@@ -123,6 +123,7 @@ def test_an_interrupt_between_a_rollout_and_its_first_update_is_gone_on_from(tmp
         assert [step[name] for step in second.history] == [step[name] for step in whole.history]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_weights_move_waits_until_the_step_is_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_gradients_are_those_without_the_mode(family: str, recomputes: bool) -> 
         assert (other - slope).norm() < bound * slope.norm()
 
 
+@pytest.mark.slow
 def test_entropies_are_the_same_bits_in_every_slice() -> None:
     adapter, prompts = adapter_of(make("t5", torch.float32), invariant=False), prompts_of(4)
     trajectory = rows_of(prompts, draw(adapter, prompts, NEW, 64))

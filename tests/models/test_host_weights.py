@@ -280,6 +280,7 @@ def test_callbacks_read_merge_and_copy_weights_that_are_away(tmp_path: Path) -> 
     assert len(seen[0]) == 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_model_that_is_frozen_in_part_holds_weights_that_are_away(tmp_path: Path) -> None:
     def trainer(policy: Any, **settings: Any) -> Any:
         model = tiny_model(layers=4, hidden=64, scale=4.0)
@@ -296,6 +297,7 @@ def test_a_checkpoint_of_a_model_that_is_frozen_in_part_holds_weights_that_are_a
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_weights_are_back_after_an_evaluation_and_after_a_callback_that_fails_at_the_end(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
         def close(self) -> None:
@@ -351,6 +353,7 @@ def test_what_is_written_after_somebodys_own_pass_stays() -> None:
     assert torch.equal(model(ids).logits, after)
 
 
+@pytest.mark.slow
 def test_what_is_written_to_frozen_weights_between_two_runs_stays(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, overwrite_output_dir=True)
     trainer.train()

@@ -85,6 +85,7 @@ def test_lora_on_a_quantised_base(folder: str, kind: str) -> None:
     assert float((on - off).abs().max()) > 0.1
 
 
+@pytest.mark.slow
 def test_a_4bit_base_beyond_the_room_begins_on_the_host_and_learns_the_same_bits(folder: str) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
 

@@ -237,6 +237,7 @@ def test_what_the_check_at_start_holds_is_held_to_the_device_alone(on_a_gib: Mem
     assert not replace(raised, budget_bytes=others - 1).fits
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_are_a_refusal(folder: Path) -> None:
     forecast = on_a_card(folder, device_bytes=2**20)
     assert not forecast.fits
@@ -276,6 +277,7 @@ def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
     assert foreseen(tight).update_plan == tight.setup.memory.update_plan or foreseen(tight).fits
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -350,6 +352,7 @@ def test_nothing_of_the_run_is_touched(folder: Path) -> None:
     assert torch.zeros(3).tolist() == [0.0] * 3
 
 
+@pytest.mark.slow
 def test_a_forecast_is_wanted_where_it_can_be_had(folder: Path) -> None:
     with SimulatedMemory(ROOM):
         assert trainer_for(folder, memory_forecast=None).forecast is None  # "auto" on a CPU
@@ -431,6 +434,7 @@ class TestOfACard:
         assert forecast.update_plan.resident_blocks is not None  # of 360 MiB, some waits on the host
         assert forecast.reserved_bytes[Phase.LOAD] < 1.2 * forecast.phase_bytes[Phase.LOAD]
 
+    @pytest.mark.slow
     def test_a_tight_budget_holds_reserved_bytes(self, folder: Path, on_a_gib: MemoryForecast) -> None:
         budget = 32 * 2**20
         # Live tensors would fit without another plan, what is reserved for them would not.
@@ -440,6 +444,7 @@ class TestOfACard:
         assert tight.fits
         assert (tight.reserved_peak_bytes or 0) <= budget
 
+    @pytest.mark.slow
     def test_eight_bit_moments_are_a_quarter(self, folder: Path, parameters: int) -> None:
         optimizer = on_a_card(folder, settings={"optim": "adamw_bnb_8bit"}).job.optimizer_bytes
         assert optimizer == pytest.approx(2 * parameters, rel=0.1)
@@ -471,6 +476,7 @@ class TestOfACard:
             assumed.assumptions
         )
 
+    @pytest.mark.slow
     def test_rollouts_of_servers_are_told_apart(self, tmp_path: Path) -> None:
         tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
         on_servers = {"use_vllm": True, "vllm_mode": "server", "async_rollouts": 1}

@@ -118,6 +118,7 @@ def test_an_encoder_that_classifies_can_be_a_reward_model(folder: Path, tmp_path
     assert found.phase_bytes[Phase.REWARD] > found.job.held_bytes
 
 
+@pytest.mark.slow
 def test_evaluations_nobody_describes_have_as_many_prompts_as_a_rollout_has_completions(folder: Path) -> None:
     config = GRPOConfig("unused", report_to="none", max_completion_length=32, eval_strategy="steps", eval_steps=5)
     found = forecast_memory(str(folder), config, device_bytes="8GiB", prompt_tokens=32)

@@ -164,6 +164,7 @@ def test_an_infinite_reward_is_not_kept(tmp_path: Path) -> None:
     assert score(PaidReward(judge, tmp_path / "answers.sqlite", ask=QUICK), ["x"]).rewards_BF.item() == 1.0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_asks_only_what_was_never_answered(tmp_path: Path) -> None:
     def trainer(judge: Judge, folder: str = "run") -> GRPOTrainer:
         config = GRPOConfig(

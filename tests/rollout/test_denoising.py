@@ -217,6 +217,7 @@ def test_running_out_of_memory_changes_nothing(fail_at):
     assert distance(gradient_of(adapter), gradient) <= 1e-6
 
 
+@pytest.mark.slow
 def test_a_small_device_is_served_by_smaller_waves_and_rectangles():
     torch.manual_seed(0)
     adapter = DiffusionAdapter(make_policy(denoiser=Denoiser(width=64)))
@@ -280,6 +281,7 @@ def test_policies_plan_pairs():
         )
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_estimates_are_near(checkpointing):
     adapter = DiffusionAdapter(make_policy(denoiser=Denoiser(width=512, blocks=4)))

@@ -65,6 +65,7 @@ def test_a_run_learns_and_resumes_bitwise(peft: Any, beta: float, tmp_path: Path
     assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_no_cut_changes_the_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 1, "optim": "sgd", "max_grad_norm": 0.0, "learning_rate": 1.0}

@@ -181,6 +181,7 @@ def test_half_of_the_steps_at_random_are_learnt_from_in_part(tmp_path: Path) -> 
     assert trajectory_rows == 1
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_a_resumed_run_goes_on_bit_for_bit(own: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 5, "kl_target": 0.5, "kl_horizon": 50.0, "kl_coef": 0.1}

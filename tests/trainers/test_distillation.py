@@ -193,6 +193,7 @@ def test_a_forecast_counts_an_adapter_that_teaches(base: Path, lora: bool) -> No
         assert size == pytest.approx(held[phase], rel=0.01, abs=2**13), phase
 
 
+@pytest.mark.slow
 def test_adapters_that_cannot_teach_are_refused(tmp_path: Path, base: Path) -> None:
     lora = {"peft_config": LoraConfig(**LORA), "model": str(base), "memory_forecast": False}
     broken = tmp_path / "broken"

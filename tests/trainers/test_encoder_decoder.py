@@ -151,6 +151,7 @@ def test_an_update_reads_each_prompt_once(tokens: int, tmp_path: Path) -> None:
     assert useful == (16 if tokens == 1 else useful)
 
 
+@pytest.mark.slow
 def test_a_frozen_encoder_reads_a_rollouts_prompts_once_for_all_updates(tmp_path: Path) -> None:
     def frozen() -> Any:
         model = tiny_t5()
@@ -312,6 +313,7 @@ def test_float16_weights_are_not_trained(tmp_path: Path) -> None:
         make_trainer(tmp_path, model=tiny_t5().half())
 
 
+@pytest.mark.slow
 def test_what_a_frozen_encoder_read_is_gone_on_with(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 4, "num_iterations": 2, "beta": 0.05, "save_strategy": "steps"}
     settings |= {"save_steps": 1, "policy": cut(24)}

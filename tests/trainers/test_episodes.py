@@ -223,6 +223,7 @@ def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> No
         assert set(first) | set(second) == set(range(16))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_how_episodes_are_cut_changes_no_gradient(tmp_path: Path, template: str | None) -> None:
     found = []
@@ -399,6 +400,7 @@ def lora(**settings: Any) -> LoraConfig:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
 
 
+@pytest.mark.slow
 def test_the_agent_learns_and_its_user_stays_the_same(tmp_path: Path) -> None:
     def environment() -> Digits:
         return Digits(3, ModelUser("ask for digits", max_tokens=5))

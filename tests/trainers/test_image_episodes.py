@@ -267,6 +267,7 @@ def calling(family: str) -> Any:
     return replace(known, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(plain), **named))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_seen_is_refused(tmp_path: Path) -> None:
     class Anew(Gallery):
         def step(self, action: Action) -> Any:

@@ -189,6 +189,7 @@ def features_of(trainer: Any) -> list[Any]:
     return list(trainer.setup.models.reader.kept()[0].features.values())
 
 
+@pytest.mark.slow
 def test_a_tower_runs_once_a_prompt_and_once_more_to_learn(tmp_path: Path) -> None:
     trainer = made(tmp_path / "a", learner(), max_steps=2, policy=cut(1))
     found = passes_of(trainer)
@@ -443,6 +444,7 @@ def test_dropout_of_the_tower_is_off_wherever_it_runs(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> None:
     trainer = made(tmp_path / "a", learner(), max_steps=1)
     trainer.train()

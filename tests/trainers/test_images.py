@@ -277,6 +277,7 @@ def test_ppo_has_a_critic_of_the_same_states(tmp_path: Path) -> None:
         PPOTrainer(small(), pay, config, rows(), processing_class=processor(), critic=small())
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_what_the_rollout_keeps(tmp_path: Path) -> None:
     settings = {"max_steps": 4, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
     plain, evaluating = make(tmp_path / "a", max_steps=4, num_iterations=2), None

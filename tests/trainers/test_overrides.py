@@ -160,6 +160,7 @@ def test_optimizers_and_schedules_that_are_none_are_refused(method: str, given: 
         of_class(mine, tmp_path).train()
 
 
+@pytest.mark.slow
 def test_an_own_log_adds_to_every_record(tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
@@ -172,6 +173,7 @@ def test_an_own_log_adds_to_every_record(tmp_path: Path) -> None:
     assert all(json.loads(line)["mine"] == 1.0 for line in lines)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("writes", [True, False], ids=["writes weights", "leaves weights out"])
 def test_an_own_save_model_fills_checkpoints_that_resume(writes: bool, tmp_path: Path) -> None:
     class Mine(GRPOTrainer):

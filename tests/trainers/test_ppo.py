@@ -123,6 +123,7 @@ def test_the_gradient_does_not_depend_on_the_cut(
         assert relative(cut_from_the_start(micro_batch_tokens=1, pack_prompts=True)[1], apart) < tolerance
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_values_do_not_depend_on_the_cut(critic: str, tmp_path: Path) -> None:
     stores = []
@@ -213,6 +214,7 @@ def test_a_step_by_hand(tmp_path: Path) -> None:
         torch.testing.assert_close(weight.detach(), state[name] - 1e-2 * gradient, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_every_critic_gives_the_policy_the_same_first_step(tmp_path: Path) -> None:
     """While critics say 0 of everything, they differ in nothing that the policy sees: no adapter leaks into it."""
     gradients = []

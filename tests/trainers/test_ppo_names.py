@@ -133,6 +133,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
         GRPOConfig(critic_warmup_rollouts=1, use_cpu=True)
 
 
+@pytest.mark.slow
 def test_the_critic_learns_alone_while_it_warms_up(tmp_path: Path) -> None:
     """Two rollouts of four steps each; the policy moves in the third, after a resume too."""
     settings = {"critic_warmup_rollouts": 2, "max_steps": 9, "save_strategy": "steps", "save_steps": 6}

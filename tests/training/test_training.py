@@ -404,6 +404,7 @@ def test_a_step_without_any_advantage_still_moves_momentum_and_decay(tmp_path: P
     assert trainer.history[0]["grad_norm"] == 0.0
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_the_update_unless_asked_for(tmp_path: Path) -> None:
     def noisy_model() -> Any:
         model = tiny_model("gpt2")
@@ -515,6 +516,7 @@ def test_a_weight_of_three_makes_three_gradients(tmp_path: Path) -> None:
     assert relative(weighted, 3 * plain) < 1e-5
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("weighs", [True, False])
 def test_what_the_sampler_saw_otherwise_is_rejected_and_counted(tmp_path: Path, weighs: bool) -> None:
     def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -552,6 +554,7 @@ def test_vespo_refuses_rejected_tokens_of_another_sampler(tmp_path: Path) -> Non
         make_trainer(tmp_path, loss_type="vespo", rollout_func=lambda *_: {}, **rejecting)
 
 
+@pytest.mark.slow
 def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
     def stream() -> IterableDataset:
         return IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in PROMPTS))
@@ -566,6 +569,7 @@ def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
     assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_whole_and_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "a", max_steps=4, save_strategy="steps", save_steps=100)
     whole.train()

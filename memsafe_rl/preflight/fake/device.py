@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -332,7 +331,6 @@ def _grouped_product(
     return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
-@functools.cache
 def _sole_holder() -> tuple[int, int, int]:
     """How often a gradient is held, seen from a dispatch mode, that only autograd's buffer holds; versions differ."""
     holders: list[tuple[int, int, int]] = []

@@ -277,6 +277,7 @@ def test_plans_after_a_failure_stay_below_it_and_grow_back_a_notch_at_a_time() -
     assert planned(36, 10, 19) == fast  # after 16 this time
 
 
+@pytest.mark.slow
 def test_growing_back_stops_at_the_next_notch_first() -> None:
     policy, wide = AdaptivePolicy(), memory(2**45)
     fast = policy.before_update(WORK, wide)

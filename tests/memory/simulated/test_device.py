@@ -265,6 +265,7 @@ def test_a_failed_compilation_says_why(monkeypatch, tmp_path) -> None:
     assert not counting._binary_path().exists()
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs_and_prints_what_they_show(capsys) -> None:
     page = (Path(__file__).parents[3] / "docs" / "simulated-memory.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)

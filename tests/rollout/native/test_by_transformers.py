@@ -161,6 +161,7 @@ def test_tokens_are_those_of_rows_alone_in_any_wave(adapters: Callable[[str], Ca
             assert told[-1] == (10, 10)
 
 
+@pytest.mark.slow
 def test_the_library_itself_falls_back(adapters: Callable[[str], CausalLMAdapter]) -> None:
     adapter = adapters("mamba")
     adapter.model.train()

@@ -87,6 +87,7 @@ def own_logprobs(model: Any, rows: list[Completion]) -> float:
     return max(gaps)
 
 
+@pytest.mark.slow
 def test_rows_come_from_all_servers_with_the_weights_of_the_step(
     tmp_path: Path, model: Any, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

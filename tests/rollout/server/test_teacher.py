@@ -31,6 +31,7 @@ def taught(folder: Path, **settings: Any) -> GRPOTrainer:
     return make_trainer(folder, **{"model": tiny_model(scale=4.0), "max_steps": 3, "optim": "sgd", **settings})
 
 
+@pytest.mark.slow
 def test_it_teaches_what_the_same_network_teaches_here(tmp_path: Path, server: FakeServer) -> None:
     server.model.save_pretrained(tmp_path / "teacher")
     here = taught(tmp_path / "here", teacher_model_name_or_path=str(tmp_path / "teacher"))
@@ -46,6 +47,7 @@ def test_it_teaches_what_the_same_network_teaches_here(tmp_path: Path, server: F
     assert apart[0] == pytest.approx(apart[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_fails_is_asked_for_again_and_what_is_refused_ends_the_run(tmp_path: Path, server: FakeServer) -> None:
     server.stumbles = 4  # as often as one request is sent again: all may be its own
     taught(tmp_path / "again", teacher_model_server_url=server.url).train()
