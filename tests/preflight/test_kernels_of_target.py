@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memsafe_rl import FixedPolicy, RolloutPlan, UpdatePlan, forecast_memory
 from memsafe_rl.accounting import standing_for
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES
 from memsafe_rl.types import Phase
 from tests.models.language.cuda_kernels import cuda_kernels
 from tests.preflight.beside import ROOM, config_for, prompts, run
@@ -28,6 +30,16 @@ class Attention(TorchDispatchMode):
         if name in ("flash_attention_backward", "efficient_attention_backward"):
             self.ran.add(name.replace("_attention_", " "))
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "expanded_bytes"), [(4, 0), (2, 2 * (3 * 4 * 50 * 64 * 2)), (1, 2 * (3 * 4 * 50 * 64 * 2))]
+)
+def test_flash_makes_gradients_of_shared_keys_and_values_for_every_head(key_heads: int, expanded_bytes: int) -> None:
+    queries, keys = (torch.empty(3, heads, 50, 64, dtype=torch.bfloat16, device="meta") for heads in (4, key_heads))
+    sums_bytes = 3 * 4 * 128 * (64 + 1) * 4  # of queries in whole blocks of 128, in float32, and one number for each
+    workspace = WORKSPACES["aten::_scaled_dot_product_flash_attention_backward"]
+    assert workspace((queries, queries, keys, keys), None) == sums_bytes + expanded_bytes
 
 
 @pytest.mark.slow

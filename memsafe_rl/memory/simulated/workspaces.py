@@ -22,11 +22,12 @@ _KIB = 2**10
 
 
 def _flash_backward(args: Sequence[Any], _: object) -> int:
-    """Flash's backward adds up the queries' gradient in float32, and keeps a float32 number for each query."""
+    """Flash's backward holds queries' gradients in float32, a number for each, and shared keys' for every head."""
     segments, heads, width, head = args[1].shape
     rows = -(-width // QUERIES) * QUERIES
     columns = 32 if head <= QUERIES else 64
-    return int(segments * heads * rows * (-(-head // columns) * columns + 1) * _FLOAT_BYTES)
+    own_bytes = 0 if args[2].shape[1] == heads else (args[2].nbytes + args[3].nbytes) // args[2].shape[1] * heads
+    return int(segments * heads * rows * (-(-head // columns) * columns + 1) * _FLOAT_BYTES + own_bytes)
 
 
 def _efficient_backward(args: Sequence[Any], _: object) -> int:
