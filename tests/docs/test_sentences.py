@@ -119,8 +119,13 @@ def card_front_page() -> list[float]:
         found["step"][f"memsafe_rl, {kind}"]["seconds_per_step"] / found["step"][f"TRL, {kind}"]["seconds_per_step"]
         for kind in ("LoRA", "full")
     ]
-    low = [-100 * found["random"][f"seed 0, run {index}"]["peak"] for index in (0, 1)]
-    return [*ratios, card_forecast()[0], *low]
+    runs = [found["random"][f"seed 0, run {index}"] for index in (0, 1)]
+    return [
+        *ratios,
+        card_forecast()[0],
+        *(one["held_bytes"] / MB for one in runs),
+        *(-100 * one["peak"] for one in runs),
+    ]
 
 
 def least_budget() -> list[float]:
@@ -571,7 +576,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
     (
         README,
         "a step takes # (LoRA) and # of TRL's time (at more than twice its peak, since nobody set a budget), and the "
-        "forecast for Qwen3-0.6B was # % low; those of two networks of a few megabytes were # and # % low",
+        "forecast for Qwen3-0.6B was # % low; those of two small runs, of # and # MB, were # and # % low",
         card_front_page,
     ),
     (ENGINES, "ragged (# to # tokens on average)", mean_tokens),
