@@ -214,7 +214,10 @@ class _Child:
         told, wrong = (file.read_text() for file in self._files)
         lines = [line for line in told.splitlines(keepends=True) if line.startswith(_ROW) and line.endswith("\n")]
         found: Record = {row: values for line in lines for row, values in json.loads(line).items()}
-        return {**found, **_failed(f"{given_up}{wrong[-2000:]}\n")} if self._process.returncode else found
+        if not self._process.returncode:
+            return found
+        print(wrong[-4000:], file=sys.stderr)  # a traceback names this machine's folders; what is kept does not
+        return {**found, **_failed(f"{given_up}{(wrong.strip().splitlines() or [''])[-1]}\n")}
 
 
 def _failed(why: str) -> Record:
