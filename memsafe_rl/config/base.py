@@ -415,8 +415,8 @@ def _plain(value: Any) -> Any:
         return [[_plain(key), _plain(item)] for key, item in value.items()]
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+    if isinstance(value, (list, tuple, set, frozenset)):  # a set's order differs between processes
+        return [_plain(item) for item in (value if isinstance(value, (list, tuple)) else sorted(value, key=str))]
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.to_dict() if hasattr(value, "to_dict") else value

@@ -47,6 +47,7 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: Tra
     saved = {**assumed, **{name: value for name, value in saved.items() if name in known or name not in declared}}
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     if differing:
-        told = "; ".join(f"{name} was {saved.get(name)!r} and is {now.get(name)!r}" for name in differing[:4])
+        present = {name: f"is {now[name]!r}" if name in now else "is no setting of this run" for name in differing}
+        told = "; ".join(f"{name} was {saved.get(name)!r} and {present[name]}" for name in differing[:4])
         more = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
         raise refusal("resume_from_checkpoint", told=told, more=more)

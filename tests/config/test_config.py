@@ -730,11 +730,11 @@ def test_writing_it_down_and_reading_it_back() -> None:
         gradient_accumulation_steps=2,
         kl_stop={"target": 0.1},
         report_to=["tensorboard"],
-        model_init_kwargs={"dtype": torch.bfloat16},
+        model_init_kwargs={"dtype": torch.bfloat16, "skipped": {"b", "c", "a"}},
     )
     written = config.to_dict()
     assert written["optim"] == "adamw_torch_fused"
-    assert written["model_init_kwargs"] == {"dtype": "bfloat16"}
+    assert written["model_init_kwargs"] == {"dtype": "bfloat16", "skipped": ["a", "b", "c"]}
     assert json.loads(config.to_json_string()) == written
     again = GRPOConfig(**written)
     assert again.to_dict() == written

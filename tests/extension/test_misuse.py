@@ -46,10 +46,11 @@ def engine(*, drops: int = 0, **changes: Any) -> Engine:
         (engine(ids=torch.arange(7)), r"gave row 0 ids \(7,\)"),
         (engine(ids=torch.tensor([5, 10**6])), r"gave row 0 token id 1000000\. Give ids from 0 to"),
         (engine(ids=torch.tensor([5, -1])), r"gave row 0 token id -1"),
-        (engine(logprobs=torch.zeros(3)), r"gave row 0 log-probs \(3,\)\. Give a finite one for each token"),
-        (engine(logprobs=torch.full((2,), torch.nan)), "Give a finite one for each token"),
+        (engine(logprobs=torch.zeros(3)), r"gave row 0 log-probs \(3,\)\. Give one for each token, finite"),
+        (engine(logprobs=torch.full((2,), torch.nan)), "Give one for each token, finite"),
+        (engine(logprobs=torch.tensor([-0.5, 0.5])), "Give one for each token, finite and not above 0"),
         (engine(ids=[5, 6]), r"gave row 0 ids \(\) list\. Give 1 to 6 token ids"),
-        (engine(logprobs=[0.0, 0.0]), r"gave row 0 log-probs \(\)\. Give a finite one"),
+        (engine(logprobs=[0.0, 0.0]), r"gave row 0 log-probs \(\)\. Give one for each token"),
     ],
 )
 def test_what_an_engine_draws_is_checked(given: Engine, message: str, tmp_path: Path) -> None:

@@ -126,13 +126,20 @@ def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
     def old_facts(*values: Any) -> dict[str, Any]:
         return {name: value for name, value in run_facts(*values).items() if name not in ("entropy_coef", "bf16")}
 
+    def later_facts(*values: Any) -> dict[str, Any]:
+        return {**run_facts(*values), "dropped_later": 2}
+
     whole = run("whole")
     whole.train()
     with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "run_facts", later_facts)
+        run("later", max_steps=1, save_strategy="steps", save_steps=1).train()
         patch.setattr(checkpoints, "run_facts", old_facts)
         run("old", max_steps=1, save_strategy="steps", save_steps=1).train()
     with pytest.raises(ConfigError, match=r"another run: entropy_coef was 0\.0 and is 0\.5"):
         run("old", entropy_coef=0.5).train(resume_from_checkpoint=True)
+    with pytest.raises(ConfigError, match=r"another run: dropped_later was 2 and is no setting of this run"):
+        run("later").train(resume_from_checkpoint=True)
     resumed = run("old")
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(resumed), weights(whole))

@@ -215,7 +215,7 @@ class FunctionEngine(ExternalEngine):
         for token in ids.tolist():
             unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
         shape = tuple(getattr(logprobs, "shape", ()))
-        known = shape == tuple(ids.shape) and bool(logprobs.isfinite().all())
+        known = shape == tuple(ids.shape) and bool((logprobs.isfinite() & (logprobs <= 1e-3)).all())
         unusable.when(not known, "completion/logprobs", engine=engine, row=row, shape=shape)
 
 
