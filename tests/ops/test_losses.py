@@ -185,6 +185,14 @@ def test_without_old_logprobs_the_ratio_is_exactly_one(name, level):
         assert result.sums["clip_region"] == 0
 
 
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if not loss.traits.every_row])
+def test_rows_without_advantage_that_are_skipped_would_have_no_gradient(name):
+    inputs = step_inputs()
+    inputs = replace(inputs, advantages_B=torch.zeros_like(inputs.advantages_B))
+    for level in LOSSES[name].traits.levels:
+        assert not gradient(policy_loss(inputs, LossSettings(name, level), counts_of(inputs)).loss, inputs).any()
+
+
 def test_measures_by_hand():
     ratios = torch.tensor([[0.5, 1.5, 1.0], [1.5, 0.5, 1.0]], dtype=torch.float64)
     inputs = LossInputs(

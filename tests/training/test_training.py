@@ -14,6 +14,7 @@ from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.loop import collect
+from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_under, make_trainer, relative, weights
@@ -259,6 +260,32 @@ def test_kl_stop_ends_the_passes_over_this_rollout_only(tmp_path: Path) -> None:
     trainer.train()
     assert [event["step"] for event in trainer.memory_events if event["event"] == "kl_stop"] == [2, 4, 6]
     assert [("reward" in record) for record in trainer.history] == [True, False] * 3
+
+
+def test_the_kl_that_is_watched_is_that_of_the_rows_that_were_run(tmp_path: Path) -> None:
+    def flat_for_some(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        rewards = count_digits(completions)
+        return [one if prompt in prompts[:12] else 0.0 for prompt, one in zip(prompts, rewards, strict=True)]
+
+    trainer = make_trainer(
+        tmp_path, reward_funcs=flat_for_some, num_iterations=2, per_device_train_batch_size=16, optim="sgd"
+    )
+    trainer.loop.begin(None)
+    trainer.loop.step()
+    trajectory = trainer.loop.state.rollout.trajectory
+    rows = [row for row, differs in enumerate(trajectory.has_advantage) if differs]
+    assert 0 < len(rows) < len(trajectory) == 16
+    mine, scored = Scorer(trainer.setup).passed(trainer.setup.adapter, trajectory, rows)
+    old = trajectory.old_logprobs.pad(list(mine), 0, torch.device("cpu"))
+    log_ratios = [one.logprobs - old[place, : len(one.logprobs)] for place, one in enumerate(scored)]
+    trainer.loop.step()
+    second = trainer.history[1]
+    tokens = torch.cat(log_ratios)
+    assert second["approx_kl/k3_token"] == pytest.approx(float((tokens.expm1() - tokens).mean()), rel=1e-4)
+    assert second["approx_kl/k1_token"] == pytest.approx(-float(tokens.mean()), rel=1e-4)
+    sums = torch.stack([log_ratio.sum() for log_ratio in log_ratios])
+    assert second["approx_kl/k3_sequence"] == pytest.approx(float((sums.expm1() - sums).mean()), rel=1e-4)
+    assert second["approx_kl/k1_sequence"] == pytest.approx(-float(sums.mean()), rel=1e-4)
 
 
 def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_path: Path) -> None:

@@ -27,12 +27,5 @@ def measure_cispo(ratios: Ratios) -> Measures:
     return Measures({"cispo_clip": total(over, ratios.mask_BT), "ratios": total(torch.ones_like(over), ratios.mask_BT)})
 
 
-register_loss(
-    Loss(
-        "cispo",
-        cispo_surrogate,
-        LossTraits(("token",), separable=True),
-        measure_cispo,
-        {"cispo_clip_ratio": ("cispo_clip", None)},
-    )
-)
+_TRAITS = LossTraits(("token",), separable=True, every_row=False)
+register_loss(Loss("cispo", cispo_surrogate, _TRAITS, measure_cispo, {"cispo_clip_ratio": ("cispo_clip", None)}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -295,7 +295,7 @@ class LossTraits:
         aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
         tokens_only: whether it compares probabilities, which tokens have and denoising steps have not.
-        every_row: whether it has a gradient where the advantage is 0.
+        every_row: whether it may have a gradient where the advantage is 0; if not, rows without advantage are skipped.
 
     Raises:
         ConfigError: If a level or the aggregation is unknown.
@@ -306,7 +306,7 @@ class LossTraits:
     aggregation: str = "token-mean"
     weighs_sampler: bool = False
     tokens_only: bool = False
-    every_row: bool = False
+    every_row: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.levels, tuple) or not self.levels or not {*self.levels} <= {*LEVELS}:
@@ -463,4 +463,5 @@ def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
 
 def register_clipped_loss(name: str, traits: LossTraits) -> None:
     """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone."""
+    traits = replace(traits, every_row=False)
     register_loss(Loss(name, clipped_surrogate, traits, measure_clipping, CLIPPING_METRICS))

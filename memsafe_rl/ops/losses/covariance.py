@@ -138,7 +138,7 @@ def measure_clip_cov(ratios: Ratios) -> Measures:
 
 
 _MARKED = {"cov_marked_ratio": ("cov_marked", None)}
-_TRAITS = LossTraits(("token",), separable=True, tokens_only=True)
+_TRAITS = LossTraits(("token",), separable=True, tokens_only=True, every_row=False)
 _METRICS = {**CLIPPING_METRICS, **_MARKED}
 register_loss(Loss("clip_cov", clip_cov_surrogate, _TRAITS, measure_clip_cov, _METRICS, mark_in_band))
 register_loss(Loss("kl_cov", kl_cov_surrogate, replace(_TRAITS, every_row=True), measure_marks, _MARKED, mark_greatest))

@@ -77,7 +77,7 @@ def _register(name: str, beyond: Callable[[Ratios], tuple[Tensor, Tensor]]) -> N
     def measure(ratios: Ratios) -> Measures:
         return count_marks(ratios, *beyond(ratios))
 
-    traits = LossTraits(("token",), separable=True, tokens_only=True)
+    traits = LossTraits(("token",), separable=True, tokens_only=True, every_row=False)
     register_loss(Loss(name, surrogate, traits, measure, CLIPPING_METRICS))
 
 

@@ -49,5 +49,5 @@ def measure_gmpo(ratios: Ratios) -> Measures:
     return count_marks(ratios, low, (log_ratio_BT > settings.epsilon_high) & (ratios.advantages > 0))
 
 
-_TRAITS = LossTraits(("token",), aggregation="seq-mean-token-mean")
+_TRAITS = LossTraits(("token",), aggregation="seq-mean-token-mean", every_row=False)
 register_loss(Loss("gmpo", gmpo_surrogate, _TRAITS, measure_gmpo, CLIPPING_METRICS))

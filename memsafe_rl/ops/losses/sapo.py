@@ -21,4 +21,5 @@ def sapo_surrogate(ratios: Ratios) -> Tensor:
     return -(tau * (ratios.ratio - 1)).sigmoid() * 4 / tau * ratios.advantages
 
 
-register_loss(Loss("sapo", sapo_surrogate, LossTraits(separable=True, aggregation="seq-mean-token-mean")))
+_TRAITS = LossTraits(separable=True, aggregation="seq-mean-token-mean", every_row=False)
+register_loss(Loss("sapo", sapo_surrogate, _TRAITS))

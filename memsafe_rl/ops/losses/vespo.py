@@ -58,12 +58,5 @@ def measure_vespo(ratios: Ratios) -> Measures:
     return Measures({"vespo_phi": total(phi, ratios.mask_BT), "ratios": total(torch.ones_like(phi), ratios.mask_BT)})
 
 
-register_loss(
-    Loss(
-        "vespo",
-        vespo_surrogate,
-        LossTraits(("token",), weighs_sampler=True),
-        measure_vespo,
-        {"vespo/phi_seq_mean": ("vespo_phi", "ratios")},
-    )
-)
+_TRAITS = LossTraits(("token",), weighs_sampler=True, every_row=False)
+register_loss(Loss("vespo", vespo_surrogate, _TRAITS, measure_vespo, {"vespo/phi_seq_mean": ("vespo_phi", "ratios")}))

@@ -35,23 +35,24 @@ class StepNumbers(NamedTuple):
 def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:
     """Reads an optimizer step's numbers from the device."""
     sums = _read({"loss": gradient.loss, "norm": norm, "run_tokens": gradient.run_tokens, **gradient.sums})
+    sums["run_rows"] = sum(len(part.logprobs) for part in gradient.objectives or (gradient,))
     return StepNumbers(sums, _read(gradient.lows), _read(gradient.highs), sums.pop("norm"))
 
 
 def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> dict[str, float]:
-    """Joins an optimizer step's numbers of all ranks and divides sums by the step's counts of actions, run or not."""
+    """Joins an optimizer step's numbers of all ranks, and divides sums by counts of all its rows, or of those run."""
     parts = parallel.gather([numbers])
     totals = _merged([part.sums for part in parts], sum)
     tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)
-    run_tokens = max(1.0, totals["run_tokens"])
+    run_tokens, run_rows = max(1.0, totals["run_tokens"]), max(1.0, totals["run_rows"])
     metrics = {
         "loss": totals["loss"],
         "grad_norm": numbers.grad_norm,
         "entropy": totals.get("entropy", math.nan) / run_tokens,
-        "approx_kl/k3_token": totals.get("approx_kl", 0.0) / tokens,
-        "approx_kl/k1_token": -totals.get("log_ratio", 0.0) / tokens,
-        "approx_kl/k3_sequence": totals.get("approx_kl_rows", 0.0) / rows,
-        "approx_kl/k1_sequence": -totals.get("log_ratio", 0.0) / rows,
+        "approx_kl/k3_token": totals.get("approx_kl", 0.0) / run_tokens,
+        "approx_kl/k1_token": -totals.get("log_ratio", 0.0) / run_tokens,
+        "approx_kl/k3_sequence": totals.get("approx_kl_rows", 0.0) / run_rows,
+        "approx_kl/k1_sequence": -totals.get("log_ratio", 0.0) / run_rows,
     }
     if "kl" in totals:
         metrics["kl"] = totals["kl"] / tokens
