@@ -138,7 +138,7 @@ class DryRun:
         self, model: Any, reference: Any, memory: SimulatedMemory, checked: Checked | None = None
     ) -> MemoryForecast:
         """Builds a setup of a network with fake weights, and tries its longest rows."""
-        self.config.memory_budget = self._budget_bytes
+        self.config.memory_budget = f"{self._budget_bytes}B"
         self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
         longest, resident = self._longest(setup), setup.adapter.host_weights.resident

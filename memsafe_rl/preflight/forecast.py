@@ -274,7 +274,7 @@ def wants_forecast(args: Any, model: Any) -> bool:
 def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast | None:
     """Forecasts a run before its weights are loaded; plans begin with what that tells, or with nothing if it fails."""
     config, request, tracker = copy.copy(inputs.config), inputs.request, machine.recovery.tracker
-    config.memory_budget = tracker.budget_bytes
+    config.memory_budget = f"{tracker.budget_bytes}B"
     try:
         dtype = config.autocast_dtype or torch.float32
         # What is timed would count on a simulated device.

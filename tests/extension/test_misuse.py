@@ -49,6 +49,7 @@ def engine(*, drops: int = 0, **changes: Any) -> Engine:
         (engine(logprobs=torch.zeros(3)), r"gave row 0 log-probs \(3,\)\. Give one for each token, finite"),
         (engine(logprobs=torch.full((2,), torch.nan)), "Give one for each token, finite"),
         (engine(logprobs=torch.tensor([-0.5, 0.5])), "Give one for each token, finite and not above 0"),
+        (engine(finished=None), r"gave row 0 finished=None\. Give True where an end token"),
         (engine(ids=[5, 6]), r"gave row 0 ids \(\) list\. Give 1 to 6 token ids"),
         (engine(logprobs=[0.0, 0.0]), r"gave row 0 log-probs \(\)\. Give one for each token"),
     ],

@@ -278,15 +278,16 @@ def test_a_tight_budget_needs_no_failure_to_be_kept(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("budget", [3 * 2**20, "1KiB"])
 def test_a_run_that_cannot_fit_is_refused_before_its_weights_are_loaded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, budget: int | str
 ) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("weights are loaded")
 
     monkeypatch.setattr("memsafe_rl.training.assembly.language_models.load_model", never)
     with SimulatedMemory(ROOM), pytest.raises(MemoryBudgetError, match=r"before loading weights: the run does not fit"):
-        trainer_for(folder, memory_budget=3 * 2**20)
+        trainer_for(folder, memory_budget=budget)
 
 
 @pytest.mark.slow

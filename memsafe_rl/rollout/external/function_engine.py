@@ -217,6 +217,8 @@ class FunctionEngine(ExternalEngine):
         shape = tuple(getattr(logprobs, "shape", ()))
         known = shape == tuple(ids.shape) and bool((logprobs.isfinite() & (logprobs <= 1e-3)).all())
         unusable.when(not known, "completion/logprobs", engine=engine, row=row, shape=shape)
+        ended = completion.finished
+        unusable.when(not isinstance(ended, bool), "completion/finished", engine=engine, row=row, ended=ended)
 
 
 @dataclass(frozen=True)
