@@ -463,5 +463,5 @@ def _row_shares(marks: Tensor, mask_BT: Tensor, if_empty: float) -> Tensor:
 
 def register_clipped_loss(name: str, traits: LossTraits) -> None:
     """Makes known a loss of PPO's clipped objective, which differs from the others by its traits alone."""
-    traits = replace(traits, every_row=False)
+    traits = replace(traits, every_row=False)  # it is proportional to the advantage
     register_loss(Loss(name, clipped_surrogate, traits, measure_clipping, CLIPPING_METRICS))
