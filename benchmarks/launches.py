@@ -294,7 +294,7 @@ def sampler_operators(rows: int, vocab: int, tokens: int) -> float:
 
 
 def decoding(model: Any, rows: int, tokens: int, turns: int) -> Record:
-    """Measures both sides on one network.
+    """Measures both sides on one network, eagerly.
 
     Args:
         model: the network.
@@ -305,10 +305,7 @@ def decoding(model: Any, rows: int, tokens: int, turns: int) -> Record:
     Returns:
         Figures by side.
     """
-    group = min(rows, 4)
-    prompts = prompts_of(rows // group)
-    adapter = adapter_for(model, pad_token_id=PAD_ID)
-    check_adapter(adapter)
+    adapter, prompts, group = _rows(model, rows)
     plays = {
         "memsafe_rl": lambda length: ours(adapter, prompts, group, length),
         "generate": lambda length: theirs(model, prompts, group, length),
@@ -319,21 +316,26 @@ def decoding(model: Any, rows: int, tokens: int, turns: int) -> Record:
     mine, other = found["memsafe_rl"], found["generate"]
     found["our_share"] = {name: mine[name] / other[name] for name in ("operators", "ms")}
     found["sampler_operators"] = sampler_operators(rows, model.config.vocab_size, 4 * tokens)
-    found["compiled"] = compiled(adapter, prompts, group, tokens, turns)
-    found["compiled"]["share"] = found["compiled"]["launches"] / other["operators"]
     return found
+
+
+def _rows(model: Any, rows: int) -> tuple[Any, list[Tensor], int]:
+    """Returns the network's adapter, prompts, and completions of each."""
+    group = min(rows, 4)
+    adapter = adapter_for(model, pad_token_id=PAD_ID)
+    check_adapter(adapter)
+    return adapter, prompts_of(rows // group), group
 
 
 # ------------------------------------------------------------------ torch.compile
 
 
-def compiled(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int, turns: int) -> Record:
+def compiled(model: Any, rows: int, tokens: int, turns: int) -> Record:
     """Measures compiled steps beside eager ones.
 
     Args:
-        adapter: of the network.
-        prompts: token ids.
-        group: completions of each.
+        model: the network.
+        rows: completions, four of a prompt.
         tokens: over which costs are averaged.
         turns: of the clock.
 
@@ -341,6 +343,7 @@ def compiled(adapter: Any, prompts: Sequence[Tensor], group: int, tokens: int, t
         Kernels that inductor made and calls outside of its output, a token; what its output calls in libraries, which
         products of matrices are; the seconds of compiling, and of a token on either side.
     """
+    adapter, prompts, group = _rows(model, rows)
     plan = RolloutPlan(compile="default")
     plays = {
         "eager": lambda length: ours(adapter, prompts, group, length),
@@ -514,7 +517,10 @@ def main(arguments: Sequence[str] | None = None) -> Record:
     results: Record = {"decoding": {}, "update": {}}
     for name, build in networks(layers).items():
         model = build(VOCABULARIES[name]).eval()
-        results["decoding"][name] = decoding(model, options.rows, options.tokens, 1 if options.quick else options.turns)
+        turns = 1 if options.quick else options.turns
+        found = results["decoding"][name] = decoding(model, options.rows, options.tokens, turns)
+        found["compiled"] = compiled(model, options.rows, options.tokens, turns)
+        found["compiled"]["share"] = found["compiled"]["launches"] / found["generate"]["operators"]
         sides = ("memsafe_rl", "TRL") if name.startswith("qwen3") else ("memsafe_rl",)  # TRL has no encoder-decoders
         results["update"][name] = {side: update_operators(side, build(4096), options.rows) for side in sides}
     show(results)

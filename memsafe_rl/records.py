@@ -50,10 +50,7 @@ class Lineage(NamedTuple):
 
 
 class RecordLog(Sequence[Record]):
-    """Records in the order they were appended, read-only but for `append` and `amend`.
-
-    They wait in memory until a `flush` can write them. ``restore`` turns what JSON gives back into a record.
-    """
+    """Records in the order they were appended, in memory until `flush` writes them; ``restore`` makes one of JSON."""
 
     def __init__(self, restore: Callable[[Record], Record] | None = None) -> None:
         self._restore = restore or (lambda record: record)

@@ -108,7 +108,10 @@ def _drawn_by_generate(network: Any, asked: Sequence[Tensor], longest: int, seed
 
 
 def step(size: Size) -> Rows:
-    """Times a rollout and its optimizer step here and in TRL, LoRA and all weights, and here under TRL's peak."""
+    """Times a rollout and its optimizer step here and in TRL, LoRA and all weights, and here under TRL's peak.
+
+    TRL trains weights in half precision without copies of them in float32; under its peak, so is done here.
+    """
     kinds, peaks = {"LoRA": True, "full": False}, dict[str, int]()
     for kind, lora in kinds.items():
         yield f"memsafe_rl, {kind}", _stepped("memsafe_rl", lora, size)
@@ -117,10 +120,13 @@ def step(size: Size) -> Rows:
             peaks[kind] = beside["peak_bytes"]
             yield f"TRL, {kind}", beside
     for kind, peak in peaks.items():
-        yield f"memsafe_rl, {kind}, TRL's peak as budget", _stepped("memsafe_rl", kinds[kind], size, peak)
+        yield (
+            f"memsafe_rl, {kind}, TRL's peak as budget",
+            _stepped("memsafe_rl", kinds[kind], size, peak, master_weights=False),
+        )
 
 
-def _stepped(side: str, lora: bool, size: Size, budget: int | str = "auto") -> Record:
+def _stepped(side: str, lora: bool, size: Size, budget: int | str = "auto", **own_settings: Any) -> Record:
     config = real_config(size.beside, size)
     rows, steps = 4 * _GROUP, 3
     reward = Timed()
@@ -149,7 +155,7 @@ def _stepped(side: str, lora: bool, size: Size, budget: int | str = "auto") -> R
             args = trl.GRPOConfig(**shared, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 8)
             trainer: Any = trl.GRPOTrainer(network, reward, args=args, **given)
         else:
-            own = GRPOConfig(**shared, per_device_train_batch_size=rows, memory_budget=budget)
+            own = GRPOConfig(**shared, per_device_train_batch_size=rows, memory_budget=budget, **own_settings)
             trainer = GRPOTrainer(network, reward, args=own, **given)
         meter.reset_peak()
         trainer.train()

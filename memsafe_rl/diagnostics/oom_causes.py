@@ -122,10 +122,7 @@ def _reserved(message: OutOfMemoryMessage) -> int:
 
 
 def own_process(message: OutOfMemoryMessage) -> int | None:
-    """Finds the process that failed among those that the driver lists by number.
-
-    A container's driver reports the host's numbers: it is the one that holds as much as the allocator and a bit more.
-    """
+    """Finds the process that failed by what it holds: in a container, the driver lists the host's numbers."""
     if message.in_use is not None or message.allocated is None:
         return None
     reserved = _reserved(message)

@@ -120,10 +120,7 @@ class HostWeights:
         return not (self._away or self._settled)
 
     def place(self, resident: int | None, device: torch.device | None = None) -> None:
-        """Leaves so many blocks on the device, the others spread evenly among them; a call that failed may be repeated.
-
-        Parameters are what is on the device from now on, as autograd has them, until `release`.
-        """
+        """Leaves so many blocks on the device until `release`, spread evenly; a call that failed may be repeated."""
         self.release()
         if not any(streamed.frozen for streamed in self._blocks):
             return
@@ -258,10 +255,7 @@ def host_weights_of(network: nn.Module, reference: nn.Module | None = None) -> H
 def put_on(
     network: nn.Module, device: torch.device, room_bytes: int | None = None, reference: nn.Module | None = None
 ) -> bool:
-    """Moves a network and its reference to a device; whether blocks' frozen weights stay on the host for want of room.
-
-    The reference's stay there alone if that suffices. What was placed by its loading stays where it is.
-    """
+    """Moves a network and its reference to a device; whether frozen blocks, its own last, stay on the host for room."""
     device = torch.device("cpu") if device.type == "cpu" else device  # "cpu:0", as of ranks, would copy all weights
     networks = [one for one in (network, reference) if one is not None]
     weights, missing = host_weights_of(network, reference), 0

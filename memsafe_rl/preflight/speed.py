@@ -1,4 +1,4 @@
-"""How fast a device is: measured in two seconds where it is at hand, taken from its data sheet where it is not."""
+"""How fast a device is: measured in some seconds where it is at hand, taken from its data sheet where it is not."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
 _WIDTHS = (1, 4, 16, 64, 256)
 """Narrowest sides of the products that are timed; a wide product is as fast as the widest of them."""
-_SIDES, _ELEMENTS = (256, 1024), 24 * 2**20
+_SIDES, _ELEMENTS, _LEAST_MATRICES = (256, 1024, 4096), 24 * 2**20, 4
 """Sides of the matrices that are timed, and elements of all: more than caches hold, since each token reads all."""
 _TIMED_SECONDS = 0.15
+_LONG_SECONDS = 0.05
+"""After products as long as this, those of the largest matrices are left out: launches hide no speed."""
 _MOVED_ELEMENTS = 2**22
 _NARROW, _DRAWN_TOKENS = 32, 16
 _SPANS = 7
@@ -160,14 +162,16 @@ def measured_speed(
 
 def _measure(device: torch.device, dtype: torch.dtype, clock: Callable[[], float]) -> DeviceSpeed:
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.inference_mode(mode=False):
-        rates: dict[int, dict[int, float]] = {side: {} for side in _SIDES}
-        store = torch.ones(_ELEMENTS, device=device, dtype=dtype)
+        rates, taken = dict[int, dict[int, float]](), 0.0
         for side in _SIDES:
-            weights = store.view(-1, side, side).unbind()
+            if side == _SIDES[-1] and taken > _LONG_SECONDS:
+                break
+            weights = torch.ones(max(_LEAST_MATRICES, _ELEMENTS // side**2), side, side, device=device, dtype=dtype)
+            rates[side] = {}
             for width in _WIDTHS:
                 rows = torch.ones(width, side, device=device, dtype=dtype)
-                layers = functools.partial(_multiply, rows, weights)
-                rates[side][width] = 2 * width * _ELEMENTS / _time(layers, device, clock)
+                taken = _time(functools.partial(_multiply, rows, weights.unbind()), device, clock)
+                rates[side][width] = 2 * width * weights.numel() / taken
         one, other = (torch.ones(_MOVED_ELEMENTS, device=device) for _ in range(2))
         moved = 3 * one.nbytes / _time(functools.partial(torch.add, one, other), device, clock)
         there = torch.ones(_MOVED_ELEMENTS, pin_memory=device.type == "cuda")

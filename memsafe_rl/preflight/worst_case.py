@@ -187,10 +187,7 @@ def untouched(setup: TrainingSetup) -> Iterator[None]:
 
 
 def find_longest(setup: TrainingSetup, dataset: Any = None) -> Longest:
-    """Finds the longest row that a run may meet by tokenizing its prompts, of more than 8,192 the longest as text.
-
-    Of a stream, `max_prompt_length` counts, or without one the longest of the first 512 examples.
-    """
+    """Finds a run's longest row by its prompts; of a stream by `max_prompt_length` or its first 512 examples."""
     reader, config = setup.models.reader, setup.config
     dataset, limit = dataset or setup.dataset, reader.limit
     is_whole, truncated = isinstance(dataset, Dataset), config.overlong_prompts == "truncate"

@@ -57,10 +57,7 @@ def _read_played(name: str, without: Any, doc: str) -> Any:
 
 
 class PolicyTrainer:
-    """A trainer with TRL's arguments; `config_class` says which configuration it takes.
-
-    Args and errors are those of `GRPOTrainer`.
-    """
+    """A trainer with TRL's arguments, which are `GRPOTrainer`'s; `config_class` says which configuration it takes."""
 
     config_class: ClassVar[type[TrainerConfig]]
 

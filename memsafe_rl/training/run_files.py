@@ -122,10 +122,7 @@ class RunFiles:
     def save(
         self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, wait: bool
     ) -> None:
-        """Writes a checkpoint, after the records of the steps that it builds on; never two at a time.
-
-        With `wait` it is there when this returns. Raises a `SaveError` if `on_save_error` says so.
-        """
+        """Writes a checkpoint, after its steps' records and never two at a time; with `wait` before it returns."""
         self.finish()
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
         try:

@@ -53,10 +53,7 @@ def whole_blocks(slots: int) -> int:
 
 
 def blocks_on_host(blocks: int, resident: int | None, reference: int = 0) -> frozenset[int]:
-    """Chooses which blocks' frozen weights wait on the host, spread evenly, so that each copy can hide behind work.
-
-    The last ``reference`` of them run only while rollouts are scored, and leave before any other.
-    """
+    """Chooses which blocks' frozen weights wait on the host: the last ``reference`` first, others spread evenly."""
     leaving = 0 if resident is None else max(0, blocks - resident)
     others, first = blocks - reference, min(leaving, reference)
     parts = ((0, others, leaving - first), (others, reference, first))

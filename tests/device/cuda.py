@@ -71,7 +71,7 @@ def _devices(pretend: Pretend) -> dict[str, Any]:
             warp_size=32,
             L2_cache_size=1 << 20,
             regs_per_multiprocessor=65536,
-            max_threads_per_multi_processor=1024,
+            max_threads_per_multi_processor=0,  # so that its reductions hold nothing besides
             gcnArchName="",
             uuid=str(_index(device)),
         )

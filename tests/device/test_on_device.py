@@ -17,6 +17,8 @@ from tests.device import build
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__))
 PROCESSES = 2
+PATIENCE = 1800
+"""Seconds that one of them may take: alone it is done in a sixth of it."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,7 @@ def _device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * PATIENCE)  # of so many tests; the process below is given up before
 @pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("part", range(PROCESSES))
 def test_on_the_pretend_device(part: int) -> None:
@@ -43,7 +46,7 @@ def test_on_the_pretend_device(part: int) -> None:
         env={**inherited, "OMP_NUM_THREADS": "1", "PRETEND_DEVICES": "2"},
         capture_output=True,
         text=True,
-        timeout=1800,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, f"on the pretend device:\n{done.stdout[-6000:]}\n{done.stderr[-2000:]}"

@@ -112,10 +112,7 @@ def find_strays(
     limit: int = 5,
     before: Mapping[Kind, int] | None = None,
 ) -> list[Stray]:
-    """Searches all of Python's objects for tensors that belong to nobody known, parameters aside; allocates no tensor.
-
-    Those that hold a graph come first, since tensors inside one are invisible, then what there is much of, by size.
-    """
+    """Searches Python's objects for tensors that belong to nobody known; those that hold a graph come first."""
     earlier: Mapping[Kind, int] = before or {}
     strays = [
         Stray(*kind[:2], len(sizes), sum(sizes), kind[2])

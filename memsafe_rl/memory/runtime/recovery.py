@@ -21,6 +21,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError, first_line
@@ -282,16 +283,13 @@ def empty_caches() -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Makes cuBLAS's handles on a device before weights are loaded, and a graph by which `flush_autograd` reaches it.
-
-    Each thread that multiplies takes tens of MiB outside of PyTorch, and autograd has one of its own for a device.
-    """
+    """Has cuBLAS take its tens of MiB for each thread before weights are loaded, and makes `flush_autograd`'s graph."""
     if device.type == "cpu":
         return
     with torch.inference_mode(False), torch.enable_grad():
-        try:  # one product forward, in this thread, and backward, in the device's; with a bias it is cublasLt's too
+        try:  # a product in this thread and, as it is done again and differentiated, in the device's
             square = torch.zeros(_SIDE, _SIDE, device=device, requires_grad=True)
-            torch.autograd.grad(torch.addmm(square[0], square, square).sum(), square)
+            torch.autograd.grad(checkpoint(_product, square, use_reentrant=False).sum(), square)
         except RuntimeError as error:
             # Later this status may mean a kernel's bad index too; nothing has run yet.
             if "CUBLAS_STATUS_NOT_INITIALIZED" not in str(error):
@@ -301,6 +299,11 @@ def prepare_device(device: torch.device) -> None:
         if device not in _FLUSHES:
             scalar = torch.zeros((), device=device, requires_grad=True)
             _FLUSHES[device] = scalar, scalar.view(()), torch.ones((), device=device)
+
+
+def _product(square: Tensor) -> Tensor:
+    """A product with a bias, which is cublasLt's too; what is done again ends with the last result that is kept."""
+    return torch.addmm(square[0], square, square).exp()
 
 
 def flush_autograd() -> None:

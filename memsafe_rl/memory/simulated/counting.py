@@ -52,10 +52,7 @@ _ALLOCATIONS, _REFUSALS, _DEVICE, _HOST = 0, 1, slice(2, 2 + _SPLIT), slice(2 + 
 
 
 class CountingAllocator(ByteCounter):
-    """Counts the bytes PyTorch allocates on the CPU from entry to exit, and what they are for.
-
-    Counts may be nested. Enter and leave while no other thread allocates.
-    """
+    """Counts what PyTorch allocates on the CPU, nested too; at entry and exit no other thread may allocate."""
 
     def __init__(self, capacity_bytes: int | None = None, fail_at: int | None = None) -> None:
         check_limits(capacity_bytes, fail_at)

@@ -116,10 +116,7 @@ class ByteCounter:
 
 
 class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts bytes of the distinct storages created inside it, by purpose, within the limits of `CountingAllocator`.
-
-    Fake tensors count as what they stand for. It refuses after the operator ran, before it counts.
-    """
+    """Counts bytes of the distinct storages created inside it, by purpose; refuses after the operator ran."""
 
     def __init__(
         self, allocator: CachingAllocator | None = None, capacity_bytes: int | None = None, fail_at: int | None = None

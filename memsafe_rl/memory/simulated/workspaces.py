@@ -1,13 +1,14 @@
 """What no count of storages from Python can see: temporaries inside kernels, and what CUDA's libraries hold.
 
 Temporaries inside CPU kernels are measured with torch 2.13, those that follow from the processor where they are asked
-for. Those of CUDA's are what their sources allocate (`mha_bwd` of FlashAttention 2, `_efficient_attention_backward`),
-and what its libraries hold is read from PyTorch's source; neither is measured yet.
+for. Those of CUDA's are what their sources allocate: `mha_bwd` of FlashAttention 2, `_efficient_attention_backward`
+and, compared with an H200, `setReduceConfig` of `Reduce.cuh`. What its libraries hold is read from PyTorch's source.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,49 @@ def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     return int(sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize)
 
 
+_REDUCTIONS = {"aten::sum.dim_IntList": 1, "aten::mean.dim": 1, "aten::linalg_vector_norm": 2}
+"""Reductions, and which of their arguments names the axes."""
+_BLOCK_THREADS, _WARP, _LOADS = 512, 32, 4
+_FEWEST, _MOST = 16, 256
+"""Numbers that a thread of a reduction adds up, where blocks share a result."""
+
+
+def reduction_bytes(func: Any, args: Sequence[Any], card: Any) -> int:
+    """Counts what a CUDA reduction of columns holds where several blocks share each, of a card's properties."""
+    named = _REDUCTIONS.get(func.name())
+    if named is None or args[0].numel() < _MOST or not card.max_threads_per_multi_processor:
+        return 0
+    summed, kept = _laid_out(args[0], *args[named : named + 1])
+    if not summed or not kept or summed[0] < kept[0]:  # threads side by side add up one result: a number each block
+        return 0
+    inputs, outputs = (math.prod(size for _, size in side) for side in (summed, kept))
+    others = kept[0][1], *(stride for stride, _ in (*summed, *kept[1:]))
+    lanes = math.gcd(_LOADS, args[0].storage_offset(), *others) if kept[0][0] == 1 else 1  # results that a thread makes
+    most = _BLOCK_THREADS // lanes
+    wide, high = (min(most, 1 << (length.bit_length() - 1)) for length in (outputs // lanes, inputs))
+    rows = min(high, most // min(wide, _WARP))
+    columns = min(wide, most // rows)
+    each, grid = -(-inputs // rows), -(-(outputs // lanes) // columns)
+    wanted = card.multi_processor_count * (card.max_threads_per_multi_processor // (columns * rows))
+    if each < _MOST or grid > wanted:
+        return 0
+    blocks = max(min(-(-wanted // grid), -(-each // _FEWEST)), -(-each // _MOST))
+    return int(max(_FLOAT_BYTES, args[0].itemsize) * outputs * blocks * columns * lanes) if blocks > 1 else 0
+
+
+def _laid_out(tensor: torch.Tensor, axes: Any = None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns strides and sizes of the axes that are added up and of those that stay, joined where memory is."""
+    among = {axis % tensor.dim() for axis in ([axes] if isinstance(axes, int) else axes or range(tensor.dim()))}
+    found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+    for stride, size, axis in sorted(zip(tensor.stride(), tensor.shape, range(tensor.dim()), strict=True)):
+        side = found[axis not in among]
+        if size > 1 and side and side[-1][0] * side[-1][1] == stride:
+            side[-1] = side[-1][0], side[-1][1] * size
+        elif size > 1:
+            side.append((stride, size))
+    return found
+
+
 CUBLAS_BYTES = {"9.0": 32 * _KIB**2, "": 8 * _KIB**2 + 128 * _KIB}
 """Workspace of a cuBLAS handle by compute capability, "" for all others: ``parseChosenWorkspaceSize`` in PyTorch's
 ``aten/src/ATen/cuda/CublasHandlePool.cpp``."""
@@ -100,7 +144,8 @@ def about_cuda() -> tuple[str, ...]:
     cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
     unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
     return (
-        "CPU kernels stand for CUDA's but in attention; temporaries inside CUDA's kernels have not been measured yet",
+        f"CPU kernels stand for CUDA's but in attention{' and sums' if capability else ''}; what others of CUDA's hold "
+        "inside for a moment is left out",
         f"cuBLAS takes {format_bytes(cublas)} for its workspaces besides, through PyTorch's allocator",
         f"the CUDA context takes {_CONTEXT} outside of PyTorch, by what is reported of many cards",
         *((unknown,) if left_out else ()),

@@ -36,10 +36,7 @@ _APART = 1e-3
 
 
 class StateEncoder(nn.Module):
-    """The built-in critic but for its last layer: a state, its timestep and its condition through a small network.
-
-    Of a state of more than 1,024 elements it reads mean and deviation, of a condition the mean of its vectors.
-    """
+    """The built-in critic but for its last layer; it reads large states' mean and deviation, and conditions' mean."""
 
     def __init__(
         self,

@@ -27,10 +27,7 @@ _ALONE = 3e-2
 
 
 def settle(adapter: LanguageAdapter, settle_decoding: Callable[[LanguageAdapter, Trajectory, Tensor], None]) -> None:
-    """Has an adapter, and its reference copy, go the leanest ways that give its model's own logits of two short rows.
-
-    Anything but the leanest is logged in one warning. The bytes of the cache go into the geometry.
-    """
+    """Has an adapter, and its reference copy, go the leanest ways that give its model's own logits."""
     with torch.no_grad(), eval_mode(adapter.model):
         trajectory = probe_rows(known_tokens(adapter))
         wanted_MV = adapter.row_logits(adapter.model, trajectory, range(2))

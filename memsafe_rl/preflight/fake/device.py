@@ -26,7 +26,7 @@ from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, Cac
 from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.memory.simulated.ledger import DEVICE_OF, StorageLedger, tensors_in
-from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured, reduction_bytes
 from memsafe_rl.models.language.kernels import Kernel, kernel_for
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -264,6 +264,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._number, self._composed, self._memory = number, composed, memory
         self._holders = holders  # where to note how often what autograd adds to is held; None to make use of it
         self._sole_holder = _sole_holder() if holders is None else None
+        self._card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -317,6 +318,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
                 _MEMO.inside[key] = inside
             self._memory.ledger.see_workspace(_MEMO.inside[key])
+        elif self._card is not None:
+            self._memory.ledger.see_workspace(reduction_bytes(func, args, self._card))
         return result
 
 

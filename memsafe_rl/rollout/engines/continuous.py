@@ -39,10 +39,7 @@ _LOG = "ContinuousBatchingLogger"
 
 
 def continuous_engine(context: EngineContext) -> FunctionEngine:
-    """Makes an engine that draws with continuous batching; between two calls it holds nothing.
-
-    A failed attempt is drawn again as a whole, since keeping what had ended would favour short completions.
-    """
+    """Makes an engine for continuous batching; what failed is drawn again whole, lest short completions be favoured."""
     refuse_encoder(context, "use_transformers_continuous_batching")
     options = context.config.transformers_continuous_batching_config or {}
     check_options(options)

@@ -433,10 +433,7 @@ def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Ass
 
 
 def turn_advantages(config: GRPOConfig) -> GroupAdvantages:
-    """Adds to an episode's group advantage, for the tokens of each turn, how it compares with turns in the same state.
-
-    GiGPO (arXiv:2505.10978): ``A_t = A^E + coef A^S``.
-    """
+    """Adds how a turn compares with others in its state: ``A_t = A^E + coef A^S`` (GiGPO, arXiv:2505.10978)."""
     compare = centred_in_group if config.scale_rewards == "none" else normalised_in_group
     coef, discount = config.turn_advantage_coef, config.turn_discount
     return GroupAdvantages(partial(_by_turn, coef, discount, compare), ScoringNeeds(turns=True), by_token=True)

@@ -243,10 +243,7 @@ class Committer:
             self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters, clipped=self._clipped)
 
     def commit(self) -> None:
-        """Clips by the factor measured, moves weights, rate and loss scale, and frees the gradients.
-
-        After an fp16 overflow only the loss scale moves. After a failure, call `roll_back` before the next try.
-        """
+        """Moves weights, rate and loss scale, after an fp16 overflow that alone; a failure wants `roll_back`."""
         measured = self._checked()
         if not measured.overflowed:
             self._clip(measured.clip_factors)

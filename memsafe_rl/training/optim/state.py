@@ -396,10 +396,7 @@ class SteppedWeights:
                 self._wide.open(self._layout)
 
     def step(self, optimizer: torch.optim.Optimizer, factors: ClipFactors) -> None:
-        """Moves all weights by their gradients, which are clipped already where a weight has no stand-in.
-
-        The optimizer holds what `stepped` gives; its steps on some parameters must not depend on the others.
-        """
+        """Moves all weights by gradients, some at a time: an optimizer's steps must not depend on other parameters."""
         wide = self._wide
         if self.plain or wide is None:
             optimizer.step()
