@@ -369,9 +369,21 @@ def card_budgets() -> list[Row]:
 def card_steps() -> list[Row]:
     found = []
     for name, key in (("LoRA of rank 16", "LoRA"), ("all weights", "full")):
-        sides = [on_a_card("step")[f"{side}, {key}"] for side in ("memsafe_rl", "TRL")]
-        seconds, peaks = ([one[column] for one in sides] for column in ("seconds_per_step", "peak_bytes"))
-        found.append((name, [*seconds, *(peak / MIB for peak in peaks)]))
+        for words, budget in (("", ""), (", with a budget", ", TRL's peak as budget")):
+            sides = [on_a_card("step")[side] for side in (f"memsafe_rl, {key}{budget}", f"TRL, {key}")]
+            seconds, peaks = ([one[column] for one in sides] for column in ("seconds_per_step", "peak_bytes"))
+            found.append((name + words, [*seconds, *(peak / MIB for peak in peaks)]))
+    return found
+
+
+def card_forecasts() -> list[Row]:
+    found = []
+    for name, one in on_a_card("forecast").items():
+        if "error" in one:
+            model, trained, *_ = name.split("/")[1].split(", ")
+            errors = [100 * one[f"{which}error"] for which in ("", "reserved_", "driver_", "seconds_")]
+            words = {"full": "all weights", "LoRA 16": "LoRA"}[trained]
+            found.append((f"{model}, {words}", [one["held_bytes"] / MIB, *errors]))
     return found
 
 
@@ -570,10 +582,11 @@ def smollm2() -> list[Row]:
 FIGURES, EXAMPLES = "docs/figures.md", "docs/examples.md"
 TABLES: dict[str, tuple[str, str, slice, Callable[[], list[Row]]]] = {
     "forecast_error": (FIGURES, "## A forecast beside the run", slice(1), forecast_error),
-    "gradients on a card": (FIGURES, "## On an H100", slice(1), card_gradients),
+    "gradients on a card": (FIGURES, "## On an H200", slice(1), card_gradients),
     "budgets on a card": (FIGURES, "Four steps under budgets of reserved bytes", slice(1), card_budgets),
     "steps on a card": (FIGURES, "A rollout of Qwen3-0.6B", slice(1), card_steps),
-    "random runs on a card": (FIGURES, "The forecast of Qwen3-0.6B", slice(1), card_random_runs),
+    "forecasts on a card": (FIGURES, "Forecasts beside runs of three steps", slice(1), card_forecasts),
+    "random runs on a card": (FIGURES, "Small random runs:", slice(1), card_random_runs),
     "step": (FIGURES, "## A whole step beside TRL", slice(1), step),
     "rollout": (FIGURES, "## Rollouts beside `generate`", slice(1), rollout),
     "sharded_forecast": (FIGURES, "## A sharded rank beside its forecast", slice(1), sharded),
