@@ -243,7 +243,7 @@ class Committer:
             self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters, clipped=self._clipped)
 
     def commit(self) -> None:
-        """Moves weights, rate and loss scale, after an fp16 overflow that alone; a failure wants `roll_back`."""
+        """Moves weights, rate and loss scale, after an overflow the last alone; after a failure, `roll_back` first."""
         measured = self._checked()
         if not measured.overflowed:
             self._clip(measured.clip_factors)
