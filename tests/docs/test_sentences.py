@@ -20,6 +20,7 @@ from tests.docs.test_tables import (
     MIB,
     NUMBER,
     differing,
+    forecasts_on_a_card,
     of_seeds,
     results,
     studies,
@@ -108,33 +109,29 @@ def card_rollout() -> list[float]:
     return [*speeds, *(peak / MIB for peak in reversed(peaks))]
 
 
+def of_trls_time(kind: str, more: str = "", suite: str = "gpu_suite") -> float:
+    steps = results(suite)["results"]["step"]
+    ours, theirs = (steps[name]["seconds_per_step"] for name in (f"memsafe_rl, {kind}{more}", f"TRL, {kind}"))
+    return float(ours / theirs)
+
+
+UNDER_TRLS_PEAK, SPEED_BEFORE = ", TRL's peak as budget", "gpu_suite_speed_before"
+
+
 def card_speed_before() -> list[float]:
-    found = results("gpu_suite_speed_before")["results"]
-    pairs = [(kind, f"{kind}{more}") for more in ("", ", TRL's peak as budget") for kind in ("LoRA", "full")]
-    steps = {name: one.get("seconds_per_step") for name, one in found["step"].items()}
-    ratios = [steps[f"memsafe_rl, {ours}"] / steps[f"TRL, {kind}"] for kind, ours in pairs[:3]]
-    return [found["rollout"]["ratio"]["tokens_per_second"], *ratios]
-
-
-def card_budget_steps() -> list[float]:
-    steps = results("gpu_suite")["results"]["step"]
-    before, now = (
-        results(name)["results"]["step"]["memsafe_rl, LoRA, TRL's peak as budget"]["seconds_per_step"]
-        / results(name)["results"]["step"]["TRL, LoRA"]["seconds_per_step"]
-        for name in ("gpu_suite_speed_before", "gpu_suite")
-    )
-    full = [steps[name]["seconds_per_step"] for name in ("memsafe_rl, full, TRL's peak as budget", "TRL, full")]
-    return [now, before, full[0] / full[1]]
+    steps = (("LoRA", ""), ("full", ""), ("LoRA", UNDER_TRLS_PEAK))
+    rollout = results(SPEED_BEFORE)["results"]["rollout"]["ratio"]["tokens_per_second"]
+    return [rollout, *(of_trls_time(*step, SPEED_BEFORE) for step in steps)]
 
 
 def card_front_page() -> list[float]:
-    forecasts = [one["error"] for one in results("gpu_suite")["results"]["forecast"].values() if "error" in one]
-    return [*card_budget_steps(), -100 * max(forecasts), -100 * min(forecasts)]
+    lora = [of_trls_time("LoRA", UNDER_TRLS_PEAK, suite) for suite in ("gpu_suite", SPEED_BEFORE)]
+    errors = [-100 * one["error"] for one in forecasts_on_a_card().values()]
+    return [*lora, of_trls_time("full", UNDER_TRLS_PEAK), min(errors), max(errors)]
 
 
 def card_forecasts_without_cublas() -> list[float]:
-    found = [one for one in results("gpu_suite")["results"]["forecast"].values() if "error" in one]
-    taken = cublas_bytes({}, "9.0")
+    taken, found = cublas_bytes({}, "9.0"), forecasts_on_a_card().values()
     return [taken / MIB, *(100 - 100 * one["forecast_bytes"] / (one["held_bytes"] - taken) for one in found)]
 
 

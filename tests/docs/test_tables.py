@@ -376,14 +376,17 @@ def card_steps() -> list[Row]:
     return found
 
 
+def forecasts_on_a_card() -> dict[str, Any]:
+    return {name: one for name, one in on_a_card("forecast").items() if "error" in one}
+
+
 def card_forecasts() -> list[Row]:
     found = []
-    for name, one in on_a_card("forecast").items():
-        if "error" in one:
-            model, trained, *_ = name.split("/")[1].split(", ")
-            errors = [100 * one[f"{which}error"] for which in ("", "reserved_", "driver_", "seconds_")]
-            words = {"full": "all weights", "LoRA 16": "LoRA"}[trained]
-            found.append((f"{model}, {words}", [one["held_bytes"] / MIB, *errors]))
+    for name, one in forecasts_on_a_card().items():
+        model, trained, *_ = name.split("/")[1].split(", ")
+        errors = [100 * one[f"{which}error"] for which in ("", "reserved_", "driver_", "seconds_")]
+        words = {"full": "all weights", "LoRA 16": "LoRA"}[trained]
+        found.append((f"{model}, {words}", [one["held_bytes"] / MIB, *errors]))
     return found
 
 

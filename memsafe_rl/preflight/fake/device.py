@@ -258,13 +258,14 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         composed: bool = False,
         memory: SimulatedMemory | None = None,
+        card: Any = None,  # what CUDA says of the one at hand, which decides what its sums hold
         holders: list[tuple[int, int, int]] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._number, self._composed, self._memory = number, composed, memory
         self._holders = holders  # where to note how often what autograd adds to is held; None to make use of it
         self._sole_holder = _sole_holder() if holders is None else None
-        self._card = torch.cuda.get_device_properties() if torch.cuda.is_available() else None
+        self._card = card
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -367,10 +368,11 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
     allocator = CachingAllocator(AllocatorSettings.read(os.environ)) if stands_for == "cuda" else None
+    card = torch.cuda.get_device_properties() if stands_for == "cuda" and torch.cuda.is_available() else None
     memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # the memo has looked before it is asked
-    answers = _Answers(composed=stands_for != "cuda", memory=memory)
+    answers = _Answers(composed=stands_for != "cuda", memory=memory, card=card)
     functions = CudaFunctions() if stands_for == "cuda" else nullcontext()
     with among_ourselves(), only_bytes_matter(), standing_for(stands_for), functions, fake, memory, answers:
         told.setLevel(logging.CRITICAL)

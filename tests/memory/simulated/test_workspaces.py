@@ -86,3 +86,14 @@ def test_a_forecast_for_the_card_at_hand_counts_it_in_a_weights_gradient(
         grown = memory.peak_bytes - held
     weighed, summed, shared = rows.nbytes, scale.nbytes, 4 * 1024 * 128 * (2 * 4096 // 4 // 16)
     assert grown == weighed + summed + (shared if at_hand else 0)
+
+
+def test_a_forecast_for_a_cpu_does_not_wake_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> None:
+        raise AssertionError("this makes a CUDA context, which a forked process may not")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
+    with fake_device() as memory:
+        torch.ones(4096, 64).sum(0)
+    assert memory.peak_bytes > 0
