@@ -193,8 +193,10 @@ class _Search:
         config = copy.copy(self.wanted.run.config)
         for name, value in (settings or {}).items():
             setattr(config, name, value)
-        sizes = {"device_bytes": self.wanted.device_bytes, "prompt_tokens": self.wanted.prompt_tokens}
-        return forecast_memory(str(self.wanted.run.fields.model), config, **{**sizes, **self.given, **changes})
+        wanted = self.wanted
+        sizes: dict[str, Any] = {"device_bytes": wanted.device_bytes, "prompt_tokens": wanted.prompt_tokens}
+        card = wanted.speed and wanted.speed.name
+        return forecast_memory(str(wanted.run.fields.model), config, card=card, **{**sizes, **self.given, **changes})
 
     def first_forecast(self) -> MemoryForecast:
         """Forecasts the run as it was asked for."""

@@ -18,6 +18,15 @@ class NamedCard(NamedTuple):
     total_bytes: int
 
 
+class Multiprocessors(NamedTuple):
+    """What of a card decides how it adds up columns, under PyTorch's names."""
+
+    major: int
+    minor: int
+    multi_processor_count: int
+    max_threads_per_multi_processor: int
+
+
 DATA_SHEETS: Mapping[str, Any] = texts_beside(__file__, "cards.yaml")
 """What data sheets say of cards, and what is assumed of all."""
 
@@ -29,6 +38,22 @@ def named_card(text: str) -> NamedCard | None:
         if wanted in {_plain(name), *map(_plain, sheet.get("also", ()))}:
             return NamedCard(name, int(sheet["gib"] * 2**30))
     return None
+
+
+def data_sheet(text: str) -> Mapping[str, Any]:
+    """Returns what a card's data sheet says, and its name."""
+    card = named_card(text)
+    if card is None:
+        raise refusal("card", name=text, names=", ".join(DATA_SHEETS["cards"]))
+    return {"name": card.name, **DATA_SHEETS["cards"][card.name]}
+
+
+def multiprocessors_of(text: str) -> Multiprocessors:
+    """Returns a named card's."""
+    sheet = data_sheet(text)
+    major, minor = map(int, sheet["capability"].split("."))
+    threads = DATA_SHEETS["threads_of_a_multiprocessor"][sheet["capability"]]
+    return Multiprocessors(major, minor, sheet["multiprocessors"], threads)
 
 
 def read_card(text: str) -> NamedCard:

@@ -30,6 +30,7 @@ from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.models.loading import check_teacher
 from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.preflight import refusal
+from memsafe_rl.preflight.cards import multiprocessors_of
 from memsafe_rl.preflight.dry_run import DryRun, SharedState
 from memsafe_rl.preflight.fake.device import fake_device, give_fake_weights
 from memsafe_rl.preflight.fake.families import config_for
@@ -65,6 +66,7 @@ def forecast_memory(
     ranks: int = 1,
     sharding: str = "none",
     speed: DeviceSpeed | None = None,
+    card: str | None = None,
 ) -> MemoryForecast:
     """Forecasts the peak of every phase of a run, without its weights and without its device.
 
@@ -92,6 +94,8 @@ def forecast_memory(
         sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
             (weights too). Trainers run under "none" and "fsdp".
         speed: the device's, for an estimate of a step's seconds; None for none.
+        card: the CUDA device's name, such as "H100": its processors decide what sums hold; None for the card at hand,
+            or, where there is none, for leaving out what columns hold that are added up.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.
@@ -109,12 +113,13 @@ def forecast_memory(
     config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
     shared = SharedState(read_sharding(sharding, ranks), ranks)
     run = partial(DryRun, config, device, total, shared, policy=memory_policy, speed=speed)
-    cuda = about_cuda() if device == "cuda" else ()
+    properties = _properties(device, card)
+    cuda = about_cuda(properties) if device == "cuda" else ()
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
             raise refusal("denoiser")
         dry = run(critic=lambda: _with_fake_weights(critic) if isinstance(critic, nn.Module) else critic)
-        with _simulating(dry) as memory:
+        with _simulating(dry, properties) as memory:
             found = dry.run_model(*_fake_chains(model, config, peft_config), memory)
         told = ("all chains are alike", *cuda)
     else:
@@ -128,13 +133,20 @@ def forecast_memory(
             evaluation=eval_dataset,
             reward_models=lambda: [_fake_reward_model(one, config) for one in reward_models],
         )
-        with _simulating(dry) as memory:
+        with _simulating(dry, properties) as memory:
             found = dry.run(network, memory, reference=network.reference_of(config))
         rewards = ("reward models read as many tokens as prompt and completion have",) if reward_models else ()
         told = (dry.about_prompts, network.assumption, *cuda, *rewards)
     engines = () if args is None else _about_engines(args)
     assumptions = (*shared.sentences(), *told, *engines)
     return replace(found, seconds=time.perf_counter() - started, assumptions=assumptions)
+
+
+def _properties(device: str, card: str | None) -> Any:
+    """Returns what CUDA says of a card: of a named one, else of the one at hand; asking it makes a CUDA context."""
+    if card is not None:
+        return multiprocessors_of(card)
+    return torch.cuda.get_device_properties() if device == "cuda" and torch.cuda.is_available() else None
 
 
 def _about_engines(args: TrainerConfig) -> tuple[str, ...]:
@@ -217,7 +229,7 @@ class _Network:
 
 
 @contextmanager
-def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
+def _simulating(dry: DryRun, card: Any) -> Iterator[SimulatedMemory]:
     """Stands for a run's device; the budget is kept from the optimizer's state on, before which nothing is refused."""
     loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)  # the forecast says what came
     before = {told: told.disabled for told in map(logging.getLogger, loud)}
@@ -225,7 +237,7 @@ def _simulating(dry: DryRun) -> Iterator[SimulatedMemory]:
     for told in before:
         told.disabled = True
     try:
-        with fake_device(_UNLIMITED_BYTES, stands_for=dry.device) as memory:
+        with fake_device(_UNLIMITED_BYTES, stands_for=dry.device, card=card) as memory:
             memory.ledger.divide(dry.shared.parts)
             yield memory
     finally:

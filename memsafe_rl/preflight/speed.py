@@ -25,8 +25,7 @@ from memsafe_rl.accounting import is_on_host
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.memory.simulated.ledger import DEVICE_OF, storages_of, tensors_in
 from memsafe_rl.models.language.factory import adapter_for, check_adapter
-from memsafe_rl.preflight import refusal
-from memsafe_rl.preflight.cards import DATA_SHEETS, named_card
+from memsafe_rl.preflight.cards import DATA_SHEETS, data_sheet
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.types import Phase, RolloutPlan, SamplingSettings, SequenceKey
 
@@ -233,15 +232,11 @@ def _time(function: Callable[[], Any], device: torch.device, clock: Callable[[],
 
 def speed_of_card(name: str, dtype: torch.dtype) -> DeviceSpeed:
     """Estimates a card's speed for a type of products, as `cards.yaml` states shares of its data sheet's peaks."""
-    card = named_card(name)
-    if card is None:
-        raise refusal("card", name=name, names=", ".join(DATA_SHEETS["cards"]))
-    sheets = DATA_SHEETS
-    sheet, assumed = sheets["cards"][card.name], sheets["assumed"]
+    sheet, assumed = data_sheet(name), DATA_SHEETS["assumed"]
     bus = assumed["bus_gigabytes_per_second"]
     peak = sheet["half_teraflops" if dtype.itemsize == 2 else "single_teraflops"] * _TERA
     return DeviceSpeed(
-        name=card.name,
+        name=sheet["name"],
         source=f"an estimate from its data sheet and a bus of {bus} GB/s, not measured",
         flops={0: {width: peak * share for width, share in assumed["share_of_peak_by_width"].items()}},
         bytes_per_second=sheet["gigabytes_per_second"] * _GIGA * assumed["share_of_bandwidth"],

@@ -317,7 +317,8 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        if self._begun and not setup.shards.divided and self.files.has_unsaved(self.state.step):
+        can_save = self._begun and not setup.shards.divided and not self.stop.leaves_at_once
+        if can_save and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint()

@@ -94,7 +94,7 @@ def test_every_operator_of_a_run_is_under_a_guard(scene: Scene, tmp_path: Path) 
     assert audit.guarded > 100
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UPSETS)
 @pytest.mark.parametrize("name", ["full, recomputed, dropout", "LoRA, dropout, KL to the base"])
 def test_what_ends_a_run_comes_out_and_leaves_nothing_behind(name: str, kind: str, tmp_path: Path) -> None:

@@ -63,14 +63,14 @@ def test_no_bit_depends_on_the_wave_and_sampler_and_trainer_agree(family: str, d
     assert differences(family, dtype, form, invariant=True) == 0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_the_mode_bits_depend_on_the_wave(family: str, form: str) -> None:
     assert differences(family, torch.bfloat16, form, invariant=False) > 0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "moe"])
 def test_turns_with_kept_caches_are_those_read_again(family: str) -> None:
     adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)

@@ -39,7 +39,7 @@ def same(first: list[Tensor | None], second: list[Tensor | None]) -> bool:
     )
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_eval_mode_holds_block_inputs_alone_and_gradients_are_bitwise_equal(arch: str, lora: bool) -> None:
     model: Any = tiny_model(arch, layers=LAYERS)

@@ -196,7 +196,7 @@ def test_a_run_learns_the_same_bits_within_less(tmp_path: Path, update: dict[str
         assert all(torch.equal(one, other) for one, other in zip(frozen, originals, strict=True))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.9, 0.4])
 def test_a_budget_below_the_size_of_the_weights_trains_without_a_failure(tmp_path: Path, share: float) -> None:
     wide: dict[str, Any] = {"layers": 10, "hidden": 128, "r": 2, "target_modules": ["q_proj", "v_proj"]}

@@ -89,7 +89,7 @@ def pay_some(completions: Sequence[str], **_: object) -> list[float | None]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("reward", [count_digits, pay_some])
+@pytest.mark.parametrize("reward", [count_digits, pytest.param(pay_some, marks=pytest.mark.slow)])
 def test_it_is_what_transformers_computes_of_the_whole_step(family: str, reward: Any, tmp_path: Path) -> None:
     made = {"model": mixture(family, torch.float64), "router_z_loss_coef": 2 * COEF}
     trainer = make_trainer(tmp_path, **made, policy=cut(40), reward_funcs=reward)

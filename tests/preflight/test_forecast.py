@@ -260,7 +260,7 @@ def test_an_optimizer_whose_first_step_does_not_fit_is_a_refusal(folder: Path) -
     assert "The optimizer's state or step does not fit in memory" in (tight.refusal or "")
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"eval_strategy": "steps", "eval_steps": 1}], ids=str)
 def test_settings_that_change_what_is_drawn_or_when_are_forecast(folder: Path, settings: dict[str, Any]) -> None:
     assert on_a_card(folder, settings=settings).fits
@@ -389,6 +389,13 @@ def parameters(folder: Path) -> int:
 
 class TestOfACard:
     """Forecasts for a device that is not there."""
+
+    def test_a_card_that_is_named_says_what_its_libraries_hold(self, folder: Path) -> None:
+        small = on_a_card(folder, card="NVIDIA RTX 4090")
+        assert any("cuBLAS takes 18.25 MiB" in told for told in small.assumptions)  # twice 8 MiB, 128 KiB and 1 MiB
+        assert any("attention and sums" in told for told in small.assumptions)
+        with pytest.raises(ConfigError, match="no card is known as 'GTX 1'"):
+            on_a_card(folder, card="GTX 1")
 
     @pytest.mark.slow
     def test_the_types_of_a_cuda_device(self, folder: Path, parameters: int, on_a_gib: MemoryForecast) -> None:

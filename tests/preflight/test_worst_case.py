@@ -187,7 +187,7 @@ def test_stretched_rows_are_as_large_as_decoded_ones(arch: str, width: int) -> N
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3", "gpt2"])
-@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("chunk", [3, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 7))])
 @pytest.mark.parametrize("in_8_bits", [False, True])
 def test_chunks_between_the_first_and_the_last_are_not_read_and_change_no_byte(
     arch: str, chunk: int, in_8_bits: bool, monkeypatch: pytest.MonkeyPatch

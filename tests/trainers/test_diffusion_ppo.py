@@ -334,7 +334,7 @@ def test_large_states_are_pooled_over_what_counts() -> None:
     assert relative(encoder(states, torch.tensor([5, 9]), condition), first) > 1e-2
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "options", "peft", "own"),
     [

@@ -59,6 +59,7 @@ def first_rollout(trainer: GRPOTrainer) -> Any:
     return trainer.loop.collect()
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("top_k", [None, 1, 5, 1000], ids=lambda top_k: f"top_k={top_k}")
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "LoRA"])
 def test_advantages_are_those_of_the_two_networks_own_logits(

@@ -666,6 +666,7 @@ def test_kept_caches_change_nothing_that_is_drawn(
         torch.testing.assert_close(drawn.flat, plain.flat, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
 def test_kept_caches_change_no_gradient(tmp_path: Path, template: str) -> None:
     found = []

@@ -88,7 +88,7 @@ def restored(image: str) -> Any:
     return Image.open(BytesIO(b64decode(image)))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_learnt_is_what_the_own_forward_on_pixels_says(family: str, tmp_path: Path) -> None:
     found = []
@@ -173,6 +173,7 @@ def looking(called: list[int]) -> Any:
     return look
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
     called: list[int] = []

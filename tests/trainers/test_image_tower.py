@@ -88,7 +88,7 @@ STEPS_OF: list[tuple[str, float, int]] = [
 """A family, a weight of the KL term, and a step."""
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("family", "beta", "steps", "cut_as"),
     [(*case, list(CUTS)[place % len(CUTS)]) for place, case in enumerate(STEPS_OF)],
@@ -397,7 +397,7 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "more",
     [

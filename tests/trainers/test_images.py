@@ -233,6 +233,7 @@ def pay_text(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("told", ["by its tokenizer", "by the dataset"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path, family: str, told: str) -> None:

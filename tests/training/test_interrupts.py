@@ -16,7 +16,7 @@ from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import TrainingInterrupted
 from memsafe_rl.memory.runtime.interrupts import SIGNALS, StopRequest, uninterrupted
-from memsafe_rl.training.run_files import resume_command
+from memsafe_rl.training.run_files import RunFiles, resume_command
 from tests.trainers.helpers import count_digits, make_trainer, weights
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 500, "max_steps": 4}
@@ -127,6 +127,21 @@ def test_a_second_signal_lets_a_save_end_and_the_third_leaves() -> None:
     with pytest.raises(TrainingInterrupted):
         save()
     assert heard == [1, 2, 3]
+
+
+def test_a_third_signal_amid_a_save_begins_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, asked = RunFiles.save, []
+
+    def interrupted(self: RunFiles, *values: Any, **named: Any) -> None:
+        asked.append(1)
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        save(self, *values, **named)
+
+    monkeypatch.setattr(RunFiles, "save", interrupted)
+    with pytest.raises(TrainingInterrupted):
+        make_trainer(tmp_path, **{**SAVING, "save_steps": 1}).train()
+    assert (asked, checkpoints(tmp_path)) == ([1], [])
 
 
 def test_a_commit_is_never_cut_in_half() -> None:

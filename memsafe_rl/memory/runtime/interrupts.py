@@ -30,6 +30,11 @@ class StopRequest:
         self._grace_seconds = grace_seconds
         self._timer: threading.Timer | None = None
 
+    @property
+    def leaves_at_once(self) -> bool:
+        """Whether a third signal was heard, after which nothing more is saved."""
+        return self._heard >= 3
+
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Hears signals inside."""
@@ -59,7 +64,7 @@ class StopRequest:
     def _hear(self, number: int, _: FrameType | None) -> None:
         self._heard += 1
         first, self.reason = not self.reason, self.reason or signal.Signals(number).name
-        if self._heard >= 3 or (not self._saving and (self._heard == 2 or not self._grace_seconds)):
+        if self.leaves_at_once or (not self._saving and (self._heard == 2 or not self._grace_seconds)):
             raise TrainingInterrupted(self.reason)
         if self._saving:
             logger.warning("%s: a checkpoint is being written; the run ends after it", self.reason)

@@ -76,23 +76,37 @@ def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
 
 
 _REDUCTIONS = {"aten::sum.dim_IntList": 1, "aten::mean.dim": 1, "aten::linalg_vector_norm": 2}
-"""Reductions, and which of their arguments names the axes."""
+"""Reductions of some axes, and which of their arguments names these."""
 _BLOCK_THREADS, _WARP, _LOADS = 512, 32, 4
 _FEWEST, _MOST = 16, 256
 """Numbers that a thread of a reduction adds up, where blocks share a result."""
 
 
-def reduction_bytes(func: Any, args: Sequence[Any], card: Any) -> int:
-    """Counts what a CUDA reduction of columns holds where several blocks share each, of a card's properties."""
-    named = _REDUCTIONS.get(func.name())
-    if named is None or args[0].numel() < _MOST or not card.max_threads_per_multi_processor:
+def reduction_bytes(func: Any, args: Sequence[Any], result: Any, card: Any) -> int:
+    """Counts what a CUDA sum, mean or norm holds: a copy of what its result's type differs from, and parts of columns.
+
+    Columns that blocks of threads share have a number each in each block, which takes a card's properties (None:
+    unknown, left out). CUDA cuts tensors of more than 2 GiB; they are counted as one.
+    """
+    if not func.name().startswith((*_SUMS, "aten::linalg_vector_norm")):
         return 0
-    summed, kept = _laid_out(args[0], *args[named : named + 1])
-    if not summed or not kept or summed[0] < kept[0]:  # threads side by side add up one result: a number each block
+    whole, halves = args[0], (torch.float16, torch.bfloat16)
+    in_place = whole.dtype is result.dtype or (whole.dtype in halves and result.dtype is torch.float32)
+    copied, named = 0 if in_place else whole.numel() * result.itemsize, _REDUCTIONS.get(func.name())
+    if named is None or card is None or whole.numel() < _MOST or not card.max_threads_per_multi_processor:
+        return int(copied)
+    return int(copied + _shared_bytes(whole, *_laid_out(whole, *args[named : named + 1]), result.itemsize, card))
+
+
+def _shared_bytes(
+    whole: torch.Tensor, summed: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], itemsize: int, card: Any
+) -> int:
+    """Counts the numbers that blocks of threads hold for the columns that they share."""
+    if not summed or not kept or summed[0][0] < kept[0][0]:  # threads side by side add up one result
         return 0
     inputs, outputs = (math.prod(size for _, size in side) for side in (summed, kept))
     others = kept[0][1], *(stride for stride, _ in (*summed, *kept[1:]))
-    lanes = math.gcd(_LOADS, args[0].storage_offset(), *others) if kept[0][0] == 1 else 1  # results that a thread makes
+    lanes = math.gcd(_LOADS, whole.storage_offset(), *others) if kept[0][0] == 1 else 1  # results that a thread makes
     most = _BLOCK_THREADS // lanes
     wide, high = (min(most, 1 << (length.bit_length() - 1)) for length in (outputs // lanes, inputs))
     rows = min(high, most // min(wide, _WARP))
@@ -102,15 +116,20 @@ def reduction_bytes(func: Any, args: Sequence[Any], card: Any) -> int:
     if each < _MOST or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-each // _FEWEST)), -(-each // _MOST))
-    return int(max(_FLOAT_BYTES, args[0].itemsize) * outputs * blocks * columns * lanes) if blocks > 1 else 0
+    return max(_FLOAT_BYTES, itemsize) * outputs * blocks * columns * lanes if blocks > 1 else 0
 
 
 def _laid_out(tensor: torch.Tensor, axes: Any = None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns strides and sizes of the axes that are added up and of those that stay, joined where memory is."""
+    """Returns strides and sizes of the axes that are added up and of those that stay, joined where memory is.
+
+    Those that stay come as they lie in the result, the others as they lie in the input, innermost first.
+    """
     among = {axis % tensor.dim() for axis in ([axes] if isinstance(axes, int) else axes or range(tensor.dim()))}
     found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    for stride, size, axis in sorted(zip(tensor.stride(), tensor.shape, range(tensor.dim()), strict=True)):
-        side = found[axis not in among]
+    for axis in sorted(
+        range(tensor.dim()), key=lambda axis: (axis in among and (tensor.stride(axis) or math.inf), -axis)
+    ):
+        side, stride, size = found[axis not in among], tensor.stride(axis), tensor.shape[axis]
         if size > 1 and side and side[-1][0] * side[-1][1] == stride:
             side[-1] = side[-1][0], side[-1][1] * size
         elif size > 1:
@@ -138,9 +157,9 @@ def cublas_bytes(environment: Mapping[str, str], capability: str | None = None) 
     return _CUBLAS_HANDLES * (own + _KIB * (int(lt) if lt.isdigit() else _CUBLASLT_KIB))
 
 
-def about_cuda() -> tuple[str, ...]:
-    """Says what a forecast for a card takes for granted."""
-    capability = "{}.{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+def about_cuda(card: Any) -> tuple[str, ...]:
+    """Says what a forecast for a card takes for granted, of its properties."""
+    capability = None if card is None else f"{card.major}.{card.minor}"
     cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
     unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
     return (

@@ -258,7 +258,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         composed: bool = False,
         memory: SimulatedMemory | None = None,
-        card: Any = None,  # what CUDA says of the one at hand, which decides what its sums hold
+        card: Any = None,  # its properties, which decide what its sums hold
         holders: list[tuple[int, int, int]] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -319,8 +319,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
                 _MEMO.inside[key] = inside
             self._memory.ledger.see_workspace(_MEMO.inside[key])
-        elif self._card is not None:
-            self._memory.ledger.see_workspace(reduction_bytes(func, args, self._card))
+        else:
+            self._memory.ledger.see_workspace(reduction_bytes(func, args, result, self._card))
         return result
 
 
@@ -359,7 +359,9 @@ def nothing_differs() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -> Iterator[SimulatedMemory]:
+def fake_device(
+    capacity_bytes: int | None = None, *, stands_for: str = "cpu", card: Any = None
+) -> Iterator[SimulatedMemory]:
     """Has all tensors made inside be fake ones on a simulated device.
 
     To PyTorch they are CPU tensors, since its CPU builds cannot differentiate fake CUDA ones; this library branches as
@@ -368,7 +370,6 @@ def fake_device(capacity_bytes: int | None = None, *, stands_for: str = "cpu") -
     told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
     level = told.level
     allocator = CachingAllocator(AllocatorSettings.read(os.environ)) if stands_for == "cuda" else None
-    card = torch.cuda.get_device_properties() if stands_for == "cuda" and torch.cuda.is_available() else None
     memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # the memo has looked before it is asked

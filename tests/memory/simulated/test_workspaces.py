@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from memsafe_rl.memory.simulated.workspaces import reduction_bytes
+from memsafe_rl.preflight.cards import DATA_SHEETS, multiprocessors_of
 from memsafe_rl.preflight.fake.device import fake_device
 
-H200 = SimpleNamespace(multi_processor_count=132, max_threads_per_multi_processor=2048)
+H200 = multiprocessors_of("NVIDIA H200")
 BLOCK = 512
 """Bytes whose multiples the allocator gives; it gave one block more, for counters of the blocks that are ready."""
 aten = torch.ops.aten
@@ -20,7 +21,8 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 
 
 def reduced(operator: Any, whole: torch.Tensor, axes: list[int], card: Any = H200) -> int:
-    return reduction_bytes(operator, (whole, 2, axes) if operator is NORM else (whole, axes), card)
+    arguments = (whole, 2, axes) if operator is NORM else (whole, axes)
+    return reduction_bytes(operator, arguments, operator(*arguments), card)
 
 
 @pytest.mark.parametrize(
@@ -65,17 +67,50 @@ def test_a_block_of_its_own_for_each_result_or_few_results_hold_nothing(
 
 def test_only_reductions_hold_it_and_only_where_the_card_is_known() -> None:
     whole = torch.empty(36152, 1104, device="meta")
-    assert reduction_bytes(aten.exp.default, (whole,), H200) == 0
+    assert reduction_bytes(aten.exp.default, (whole,), whole, H200) == 0
     assert reduced(SUM, whole, [0], SimpleNamespace(multi_processor_count=8, max_threads_per_multi_processor=0)) == 0
+    assert reduced(SUM, whole, [0], None) == 0 < reduced(SUM, whole, [0], multiprocessors_of("T4"))
 
 
-@pytest.mark.parametrize("at_hand", [True, False])
-def test_a_forecast_for_the_card_at_hand_counts_it_in_a_weights_gradient(
-    at_hand: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shape", "strides", "axes", "held"),
+    [
+        ((4096, 3, 512), (1536, 1, 3), [0], 2162688),  # kept axes lie in the result otherwise than in the input
+        ((128, 9000, 64), (0, 64, 1), [0, 1], 34603008),  # repeated, as gradients of a mean are
+        ((512, 31, 96), (0, 96, 1), [0, 1], 3047424),
+    ],
+)
+def test_strides_decide_what_lies_side_by_side(
+    shape: tuple[int, ...], strides: tuple[int, ...], axes: list[int], held: int
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: at_hand)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: H200)
+    """As `setReduceConfig` and the order of `TensorIterator`'s axes say, computed apart from the library."""
+    assert reduced(SUM, torch.empty_strided(shape, strides, device="meta"), axes) == held
+
+
+@pytest.mark.parametrize(
+    ("dtype", "into", "copied"),
+    [(F32, F64, 8), (torch.bool, None, 8), (BF16, F32, 0), (F32, BF16, 2), (F32, None, 0)],
+)
+def test_a_sum_of_another_type_holds_a_copy_on_any_card(
+    dtype: torch.dtype, into: torch.dtype | None, copied: int
+) -> None:
+    """As `make_reduction_from_out_ty` does: only half precision is added up in float32 as it is."""
     with fake_device(stands_for="cuda") as memory:
+        whole = torch.ones(256, 4096, dtype=dtype)
+        held = memory.live_bytes
+        total = whole.sum(1, dtype=into)
+        assert memory.peak_bytes - held == copied * whole.numel() + total.nbytes
+
+
+def test_every_card_of_the_table_says_what_its_sums_hold() -> None:
+    assert all(min(multiprocessors_of(name)) >= 0 for name in DATA_SHEETS["cards"])
+    whole = torch.empty(36152, 1104, device="meta")
+    assert {reduced(SUM, whole, [0], multiprocessors_of(name)) > 0 for name in DATA_SHEETS["cards"]} == {True}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_forecast_for_a_known_card_counts_it_in_a_weights_gradient(known: bool) -> None:
+    with fake_device(stands_for="cuda", card=H200 if known else None) as memory:
         scale = torch.ones(1024, requires_grad=True)
         rows = torch.ones(2, 4096, 1024)
         gradient = torch.ones_like(rows)
@@ -85,15 +120,4 @@ def test_a_forecast_for_the_card_at_hand_counts_it_in_a_weights_gradient(
         product.backward(gradient)
         grown = memory.peak_bytes - held
     weighed, summed, shared = rows.nbytes, scale.nbytes, 4 * 1024 * 128 * (2 * 4096 // 4 // 16)
-    assert grown == weighed + summed + (shared if at_hand else 0)
-
-
-def test_a_forecast_for_a_cpu_does_not_wake_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked() -> None:
-        raise AssertionError("this makes a CUDA context, which a forked process may not")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", asked)
-    with fake_device() as memory:
-        torch.ones(4096, 64).sum(0)
-    assert memory.peak_bytes > 0
+    assert grown == weighed + summed + (shared if known else 0)

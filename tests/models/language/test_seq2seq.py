@@ -383,6 +383,7 @@ def _smaller(unit: Any, give_up: Any) -> Any:
     return unit(RolloutPlan(rows_in_flight=3, prefill_tokens=20))
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_an_encoder_is_called_once_per_unique_prompt(family: str) -> None:
     adapter = adapter_of(family)

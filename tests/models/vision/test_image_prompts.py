@@ -95,7 +95,7 @@ def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, action[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
     model = small(family)
@@ -121,6 +121,7 @@ def gradient(adapter: CausalLMAdapter, trajectory: Trajectory, cuts: Sequence[Se
     return torch.cat([weight.grad.flatten() for weight in adapter.lm.parameters() if weight.grad is not None])
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("dtype", "allowed"), [pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)]
 )
@@ -138,7 +139,7 @@ def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allo
 
 @pytest.mark.parametrize(
     ("chunk", "alone"),
-    [(6, True), (6, False), *(pytest.param(chunk, False, marks=pytest.mark.slow) for chunk in (None, 3))],
+    [(6, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, True), (None, False), (3, False)))],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate(family: str, chunk: int | None, alone: bool) -> None:

@@ -43,7 +43,7 @@ def draw(
     return engine.generate(prompts_of(*LENGTHS), keys_of(len(LENGTHS), group), settings, under(plan))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "gpt2", "gemma3"])
 def test_logprobs_are_the_models_own(arch: str) -> None:
     model, settings = small_model(arch), settings_of(temperature=0.8)

@@ -149,7 +149,7 @@ def by_generate(model: Any, prompt: Tensor, theirs: dict[str, Any], **how: Any) 
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6, 0.0])
+@pytest.mark.parametrize("temperature", [*(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.0)), 0.6])
 def test_scores_equal_those_of_generate(models: dict[str, Any], case: str, temperature: float) -> None:
     """All steps of all prompts are processed as one ragged batch, which `generate` saw one row and step at a time."""
     ours, theirs = CASES[case]

@@ -69,7 +69,7 @@ def formula(geometry: ModelGeometry, lengths: tuple[int, ...], rows: int) -> int
     return geometry.batch_kv_bytes(prompts, rows, NEW)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "eos"), [*((arch, ()) for arch in ARCHS), *((arch, tuple(range(2, 9))) for arch in ("qwen3", "gemma3"))]
 )
@@ -85,6 +85,7 @@ def test_a_cache_stays_below_the_formula(arch: str, eos: tuple[int, ...]) -> Non
             assert most >= 0.8 * formula(adapter.geometry, lengths, rows)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize("prefill_tokens", [512, 64, 5])
 def test_reading_long_prompts_keeps_to_the_cap_of_one_row(arch: str, prefill_tokens: int) -> None:

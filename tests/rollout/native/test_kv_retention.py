@@ -86,6 +86,7 @@ def assert_same(mine: Sequence[Completion], others: Sequence[Completion]) -> Non
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("cut", [0, 3])
 def test_kept_caches_change_no_token(arch: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_plans_draw_alike(arch: str, plan: RolloutPlan) -> None:
     assert_same(converse(adapter, under(plan), KeptCaches(), skips=True), expected)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
 @pytest.mark.parametrize(("share", "cut"), [(1.0, 0), (0.7, 3), (0.5, 0), (0.3, 3)])
 def test_the_cap_holds_for_what_waits_too(arch: str, share: float, cut: int) -> None:
@@ -149,6 +150,7 @@ def with_lora() -> Any:
     return model
 
 
+@pytest.mark.slow
 def test_a_cache_is_read_under_the_adapters_that_made_it_and_no_others() -> None:
     """Three roles of one network take turns at the same episodes; each draws what it draws alone."""
     adapter = CausalLMAdapter(with_lora(), pad_token_id=0)

@@ -36,7 +36,7 @@ def untied_difference(ours: list[Completion], theirs: list[Completion]) -> float
     return gap
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("vocab", "tokens"), [(4096, 40), (32_000, 24), (151_936, 12)])
 def test_wave_size_changes_no_token(vocab: int, tokens: int) -> None:
     adapter = adapter_of(vocab=vocab)
@@ -62,6 +62,7 @@ def test_compaction_and_padding_change_no_token(arch: str) -> None:
     assert len({len(row.ids) for row in whole}) > 4
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_generate(penalty: float) -> None:
     adapter, prompts = adapter_of(), prompts_of(6)
@@ -79,6 +80,7 @@ def test_greedy_equals_generate(penalty: float) -> None:
         assert row.ids.tolist() == theirs[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_noted_logprobs_are_what_scoring_finds(temperature: float) -> None:
     adapter, prompts = adapter_of(), prompts_of(4)

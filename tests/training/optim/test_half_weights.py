@@ -444,6 +444,7 @@ IN_FLOAT32 = [
 """Optimizers on the weights themselves; the first keeps its state in float32, which torch would round when it loads."""
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("own", [*({"master_weights": one, "learning_rate": 1e-4} for one in CHOICES), *IN_FLOAT32])
 def test_resuming_is_bitwise(own: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **own}
