@@ -129,10 +129,9 @@ def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def cut_trees(work: UpdateWork, budget: int) -> list[Piece | Walk]:
     """Cuts rows into passes in which tokens that several rows share count once.
 
-    A tree of rows that fits is run in one pass, with others beside it: passes are filled first fit, the largest first
-    (Johnson 1973, "Near-optimal bin packing algorithms"). Of one that does not, what all its rows share is run and
-    held, and what goes on from there is cut in the same way into what fits beside it: depth first, so that what is held
-    is never more than one path and a pass. A row longer than the budget goes alone.
+    A tree of rows that fits is run in one pass, beside others: first fit, the largest first (Johnson 1973,
+    "Near-optimal bin packing algorithms"). Of one that does not, what all rows share is held while the rest is cut
+    likewise, depth first: one path and a pass are held at most. A row longer than the budget goes alone.
     """
     return _cut(work, work.branches, 0, budget, max(_LEAST_TRUNK, int(_TRUNK_SHARE * budget)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -31,9 +32,10 @@ def format_bytes(count: int) -> str:
 def parse_bytes(text: str) -> int:
     """Reads a byte count such as ``16GiB``, ``1.5 GB`` or ``4096``; units are powers of 1000 or, with an i, of 1024."""
     match = _QUANTITY.fullmatch(text)
-    if match is None or match.group(2).lower() not in _UNITS:
+    count = math.inf if match is None else float(match[1]) * _UNITS.get(match[2].lower(), math.inf)
+    if not math.isfinite(count):
         raise ConfigError(f"{text!r} is not a byte count. Write a number and a unit, such as '16GiB' or '500MB'.")
-    return int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    return int(count)
 
 
 def format_seconds(seconds: float) -> str:

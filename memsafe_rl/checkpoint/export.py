@@ -155,10 +155,7 @@ _EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; 
 
 
 def export(source: str, target: str, dtype: str | None) -> Path:
-    """Writes the weights of a run (its final model, else its latest checkpoint) or of a checkpoint, with a model card.
-
-    An adapter is merged in float32; ``dtype`` None keeps the base's.
-    """
+    """Writes a run's final model, else its latest checkpoint, or a checkpoint; adapters are merged in float32."""
     out, folder = Path(target), _with_weights(Path(source))
     refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:

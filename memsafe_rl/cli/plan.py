@@ -193,10 +193,9 @@ class _Search:
         config = copy.copy(self.wanted.run.config)
         for name, value in (settings or {}).items():
             setattr(config, name, value)
-        wanted = self.wanted
-        sizes: dict[str, Any] = {"device_bytes": wanted.device_bytes, "prompt_tokens": wanted.prompt_tokens}
-        card = wanted.speed and wanted.speed.name
-        return forecast_memory(str(wanted.run.fields.model), config, card=card, **{**sizes, **self.given, **changes})
+        given = {"device_bytes": self.wanted.device_bytes, "prompt_tokens": self.wanted.prompt_tokens, **self.given}
+        given["card"] = self.wanted.speed and self.wanted.speed.name
+        return forecast_memory(str(self.wanted.run.fields.model), config, **{**given, **changes})
 
     def first_forecast(self) -> MemoryForecast:
         """Forecasts the run as it was asked for."""

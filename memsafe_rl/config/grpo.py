@@ -63,10 +63,7 @@ class GRPOConfig(GRPOSettings, TrainerConfig):
 
 @configuration
 class RLOOConfig(RLOOSettings, TrainerConfig):
-    """Settings of `RLOOTrainer`, under TRL 1.16's names, with its defaults and meanings.
-
-    What `GRPOConfig` says of its differences from TRL's defaults holds here too.
-    """
+    """Settings of `RLOOTrainer`, under TRL 1.16's names and meanings; its defaults differ as in `GRPOConfig`."""
 
     algorithm: ClassVar[str] = "RLOO"
     kl_in_rewards: ClassVar[bool] = True

@@ -82,10 +82,8 @@ class _Bringing:
 class HostWeights:
     """Keeps the frozen weights of some of a network's blocks on the host; brings each in while its block runs.
 
-    While a block runs, the one that is expected next is on its way, so that two of them are on the device at most.
-    Which comes next is what came next the last time, forward and backward apart, and at first their order. After
-    `release`, whoever reads or writes a parameter that is away has its copy on the host. The last blocks may be those
-    of a reference, which leave before any other.
+    The next one, by what came last time, is on its way then: two are on the device at most. After `release`, a
+    parameter that is away is read and written on the host. A reference's blocks come last, and leave before any other.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def read_card(text: str) -> NamedCard:
         return card
     plain = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:gb|g)?\s*", text.lower())
     try:
-        size = int(float(plain[1]) * 2**30) if plain else parse_bytes(text)
+        size = parse_bytes(f"{plain[1]}GiB" if plain else text)
     except ConfigError as error:
         raise ConfigError(f"--gpu: {error} Or name one of {', '.join(DATA_SHEETS['cards'])}.") from None
     refusal.when(size < 2**20, "gpu", text=text)

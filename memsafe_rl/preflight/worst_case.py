@@ -446,11 +446,7 @@ class Probe:
             if adapter.routers is not None and sets:
                 scored(adapter, sets, partial(counting_experts, setup, []), tile=own)
         for critic in setup.advantages.critics:
-            with (
-                setup.memory.phase(Phase.SCORE),
-                critic.running() as network,
-                setup.gathered(network.model),
-            ):
+            with setup.memory.phase(Phase.SCORE), critic.running() as network, setup.gathered(network.model):
                 attempt = scorer.scoring(trajectory, everyone)
                 for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
                     columns = needs.columns

@@ -146,10 +146,7 @@ class Collector:
         )
 
     def evaluate(self, examples: Sequence[dict[str, Any]], state: RunState) -> tuple[dict[str, float], Rollout | None]:
-        """Draws and rewards completions for evaluation, with the plan of the last rollout.
-
-        Gives what is logged, and the completions as a rollout where the loss of one is known without a critic.
-        """
+        """Draws and rewards completions for evaluation; gives metrics, and a rollout where its loss needs no critic."""
         prompts = self._repeat(self._reads, examples, phase=Phase.EVALUATE)
         groups = Groups(prompts, self._config.eval_generations, self._config.seed, EVALUATION_ROLLOUT)
         samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE))
@@ -215,11 +212,7 @@ class Collector:
         return drawn
 
     def draw_ahead(self, state: RunState, rollout: Rollout) -> None:
-        """Has the engine begin the rollout after this one, with the weights as they are, if the run needs another.
-
-        The lag is fixed: the weights of rollout k are those after rollout k - 2, however long drawing and learning
-        take, so that a run can be repeated. The first rollout is drawn alone.
-        """
+        """Has the engine begin the next rollout, if any, with the weights as they are: those after rollout k - 2."""
         setup, config, ahead = self._setup, self._config, self._setup.engine.supports.ahead
         least = 1 if config.kl_stop_rule else config.steps_per_rollout
         if ahead is None or state.step + least >= setup.planned_steps:

@@ -247,10 +247,7 @@ class Learner:
         view: Callable[[Trajectory], Trajectory] = as_it_is,
         gradients_aside: int = 0,
     ) -> tuple[Rollout, StepGradient]:
-        """Accumulates a gradient over micro-batches, then sums it over ranks; no weight moves.
-
-        Where memory runs out it begins again. Of several objectives, each has its own before they are merged.
-        """
+        """Accumulates a gradient over micro-batches, again where memory runs out, and sums it over ranks."""
         setup, committer = self._setup, self._setup.committed
         if terms.objectives:
             return setup.combiner.accumulate(setup, partial(self.gradient, step=step), rollout, rows, terms, step=step)

@@ -274,10 +274,7 @@ class TrainingSetup:
 
     @contextmanager
     def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
-        """The context of a unit of work: state and frozen weights lie where its plan wants them.
-
-        None of the weights that only passed by are left behind: callbacks and rewards read them on the host.
-        """
+        """A unit of work's context: state and frozen weights lie where its plan wants them, none that only passed."""
         if plan.park_optimizer and self.committer is not None:
             self.committer.park()
         try:
@@ -302,8 +299,7 @@ class TrainingSetup:
     def dry(self, memory_policy: MemoryPolicy | None = None, *, step: int = 0, **other: Any) -> TrainingSetup:
         """Returns a setup whose steps leave this one's plans, events, metrics and ranks alone; ``other`` parts differ.
 
-        It shares model, optimizer and device, runs alone whatever the ranks, updates without dropout, and informs
-        nobody. Its memory goes on by itself from what is known here.
+        It shares model, optimizer and device, runs alone, without dropout, and informs nobody.
         """
         memory, policy = self.memory.fork(), memory_policy or self.memory_policy
         memory.step = step

@@ -38,10 +38,7 @@ class TextStops:
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How completions are drawn; fields have the names and meanings of TRL and of transformers' `GenerationConfig`.
-
-    Lists are tuples here, so that settings can be compared, hashed and sent to another process.
-    """
+    """How completions are drawn, under the names of TRL and `GenerationConfig`; hashable, since lists are tuples."""
 
     max_new_tokens: int  # longest completion, in tokens
     eos_token_ids: tuple[int, ...]  # ids that end a completion; the one drawn is part of it

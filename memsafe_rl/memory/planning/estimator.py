@@ -408,8 +408,7 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
 def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
     """Returns the tokens of one forward over packed rows beyond which more are not worth their memory.
 
-    What rows share and a micro-batch has no room for is run again, or held while small micro-batches run beside it:
-    as many tokens as are fast, doubled until both cost at most a twentieth more than rows that share nothing.
+    As many as are fast, doubled until running shared tokens again costs at most a twentieth.
     """
     least, full = work.packed_tokens, full_speed_tokens(device, work.geometry)
     fixed = _update_share(device) * full

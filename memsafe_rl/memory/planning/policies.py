@@ -170,10 +170,7 @@ class AdaptivePolicy(MemoryPolicy):
         return with_prediction(plan, work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
-        """Takes the largest micro-batch that is worth its memory, and of what fits the fastest.
-
-        When nothing fits: the smallest plan, a single row, checkpointed.
-        """
+        """Takes the largest micro-batch worth its memory, and the fastest plan that fits, else the smallest."""
         packs = _packs(self.pack_prompts, work)
         tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
         fast = UpdatePlan(

@@ -343,9 +343,8 @@ def with_prediction(plan: Plan, work: Work, memory: MemoryState) -> Plan:
 class Room:
     """How much a phase may hold now, and whether a plan stays below it.
 
-    A failure puts a ceiling on the estimates of later plans: strictly below the leanest plan of the last step in which
-    one failed. After 8 untroubled steps that plan may come again, after 8 more twice its estimate, and so on; each
-    further step that failed doubles the wait.
+    A failure puts a ceiling on later estimates: below the leanest plan of the last step in which one failed. After 8
+    untroubled steps that plan may come again, after 8 more twice its estimate; each further failure doubles the wait.
     """
 
     def __init__(self, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> None:

@@ -307,10 +307,7 @@ def _product(square: Tensor) -> Tensor:
 
 
 def flush_autograd() -> None:
-    """Runs a backward of a scalar on the host and on each prepared device, behind all that a failed one left queued.
-
-    The later a node was made, the earlier it runs, so the device's is an old one. It allocates nothing there.
-    """
+    """Runs a scalar's backward on host and prepared devices, behind what a failed one left: old nodes run last."""
     with host_memory(), torch.inference_mode(False), torch.enable_grad():
         scalar = torch.zeros((), requires_grad=True)
         torch.autograd.backward(scalar * 1.0)

@@ -83,25 +83,20 @@ _FEWEST, _MOST = 16, 256
 
 
 def reduction_bytes(func: Any, args: Sequence[Any], result: Any, card: Any) -> int:
-    """Counts what a CUDA sum, mean or norm holds: a copy of what its result's type differs from, and parts of columns.
-
-    Columns that blocks of threads share have a number each in each block, which takes a card's properties (None:
-    unknown, left out). CUDA cuts tensors of more than 2 GiB; they are counted as one.
-    """
+    """Counts what a CUDA sum, mean or norm holds: a copy in its result's type, and on a known card shared columns."""
     if not func.name().startswith((*_SUMS, "aten::linalg_vector_norm")):
         return 0
-    whole, halves = args[0], (torch.float16, torch.bfloat16)
-    in_place = whole.dtype is result.dtype or (whole.dtype in halves and result.dtype is torch.float32)
-    copied, named = 0 if in_place else whole.numel() * result.itemsize, _REDUCTIONS.get(func.name())
-    if named is None or card is None or whole.numel() < _MOST or not card.max_threads_per_multi_processor:
-        return int(copied)
-    return int(copied + _shared_bytes(whole, *_laid_out(whole, *args[named : named + 1]), result.itemsize, card))
+    whole, named = args[0], _REDUCTIONS.get(func.name())
+    widens = whole.dtype in (torch.float16, torch.bfloat16) and result.dtype is torch.float32  # without a copy
+    held = 0 if widens or whole.dtype is result.dtype else whole.numel() * result.itemsize
+    if named is not None and card is not None and whole.numel() >= _MOST and card.max_threads_per_multi_processor:
+        held += max(_FLOAT_BYTES, result.itemsize) * _shared_columns(whole, card, *args[named : named + 1])
+    return int(held)
 
 
-def _shared_bytes(
-    whole: torch.Tensor, summed: Sequence[tuple[int, int]], kept: Sequence[tuple[int, int]], itemsize: int, card: Any
-) -> int:
-    """Counts the numbers that blocks of threads hold for the columns that they share."""
+def _shared_columns(whole: torch.Tensor, card: Any, axes: Any = None) -> int:
+    """Counts columns that blocks of threads share, once for each block; CUDA cuts what is above 2 GiB."""
+    summed, kept = _laid_out(whole, axes)
     if not summed or not kept or summed[0][0] < kept[0][0]:  # threads side by side add up one result
         return 0
     inputs, outputs = (math.prod(size for _, size in side) for side in (summed, kept))
@@ -116,20 +111,16 @@ def _shared_bytes(
     if each < _MOST or grid > wanted:
         return 0
     blocks = max(min(-(-wanted // grid), -(-each // _FEWEST)), -(-each // _MOST))
-    return max(_FLOAT_BYTES, itemsize) * outputs * blocks * columns * lanes if blocks > 1 else 0
+    return int(outputs * blocks * columns * lanes) if blocks > 1 else 0
 
 
-def _laid_out(tensor: torch.Tensor, axes: Any = None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Returns strides and sizes of the axes that are added up and of those that stay, joined where memory is.
-
-    Those that stay come as they lie in the result, the others as they lie in the input, innermost first.
-    """
-    among = {axis % tensor.dim() for axis in ([axes] if isinstance(axes, int) else axes or range(tensor.dim()))}
+def _laid_out(tensor: torch.Tensor, axes: Any) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns strides and sizes of axes added up, as they lie in the input, and of those kept, as in the result."""
+    number, strides = tensor.dim(), tensor.stride()
+    among = {axis % number for axis in ([axes] if isinstance(axes, int) else axes or range(number))}
     found: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-    for axis in sorted(
-        range(tensor.dim()), key=lambda axis: (axis in among and (tensor.stride(axis) or math.inf), -axis)
-    ):
-        side, stride, size = found[axis not in among], tensor.stride(axis), tensor.shape[axis]
+    for axis in sorted(range(number), key=lambda axis: (axis in among and (strides[axis] or math.inf), -axis)):
+        side, stride, size = found[axis not in among], strides[axis], tensor.shape[axis]
         if size > 1 and side and side[-1][0] * side[-1][1] == stride:
             side[-1] = side[-1][0], side[-1][1] * size
         elif size > 1:

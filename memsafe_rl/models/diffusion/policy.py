@@ -237,10 +237,7 @@ class DiffusionPolicy(nn.Module):
             return copied if own is None else own(copied)
 
     def count_elements(self, embeddings: Sequence[Tensor]) -> Tensor | None:
-        """Marks what counts of the states that follow embedded prompts (L, D) each; None where everything counts.
-
-        The marks (M, ...) are float32 on the host, with as many axes as states and broadcastable to them.
-        """
+        """Marks what counts of states behind prompts (L, D) each: (M, ...), float32 on the host; None for all."""
         if self.elements is None:
             return None
         return torch.stack([self._counted(self.elements(embedding.cpu())) for embedding in embeddings])

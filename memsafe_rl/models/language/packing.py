@@ -171,7 +171,9 @@ def pack_rows(
 ) -> PackedRows:
     """Lays rows, without their last tokens, out behind one copy of what they share, or behind trunks."""
     held = trunks[-1].end if trunks else 0
-    lengths = {row: _read_tokens(trajectory, row) for row in rows}
+    lengths = {
+        row: trajectory.condition_lengths([row])[0] + max(0, trajectory.actions.lengths[row] - 1) for row in rows
+    }
     roots = grow(branches_of(trajectory, rows), lengths, held)
     # What is below roots comes behind all of them, depth first: so does what sees a segment lie end to end.
     nodes = [*roots, *(node for root in roots for child in root.children for node in child.walk())]
@@ -211,11 +213,6 @@ def pack_trunk(
     layout = Layout(_runs(segments, device), tuple(_behind_trunks([node], trunks)), tuple(windows), segments, keeps)
     layout = _two_way(layout, _within(node, segments[0], images), device)
     return _packed(trajectory, [node], torch.empty(0, dtype=torch.int64), layout, device)
-
-
-def _read_tokens(trajectory: Trajectory, row: int) -> int:
-    """Counts the tokens of a row that are read: all but the last of a completion."""
-    return trajectory.condition_lengths([row])[0] + max(0, trajectory.actions.lengths[row] - 1)
 
 
 def _behind_trunks(nodes: Sequence[Node], trunks: Sequence[Trunk]) -> list[Shared]:
@@ -359,8 +356,7 @@ class _Call(NamedTuple):
 class _Attention(torch.autograd.Function):
     """Segments, and those that they follow as they see them, joined; saves little but what the network holds anyway.
 
-    A part's backward takes the joined output and log-sum-exp in place of its own: the weights it makes of them are
-    those of the joined softmax, so that each part gives its own keys' gradient and its share of the queries'.
+    A part's backward takes the joined output and log-sum-exp, and so gives its share of the joined gradient.
     """
 
     @staticmethod

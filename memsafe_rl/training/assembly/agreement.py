@@ -20,11 +20,7 @@ _LOOKS = 16
 
 
 def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
-    """Gives all ranks the main rank's trained weights, and refuses ranks that differ in anything else.
-
-    Raises:
-        ConfigError: settings, prompts or weights differ.
-    """
+    """Gives all ranks the main rank's trained weights, and refuses ranks that differ in anything else."""
     trained = [weight for weight in setup.trained.parameters() if weight.requires_grad]
     facts: dict[tuple[str, str], str] = {
         **{("setting", name): _text(value) for name, value in _shared_settings(setup).items()},
