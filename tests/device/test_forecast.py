@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from benchmarks.forecast_error import beside, errors_of, peaks_on_device, save_network
 from benchmarks.random_runs import FAMILIES, RandomRun, Sizes
-from memsafe_rl import FixedPolicy, GRPOTrainer, RolloutPlan, UpdatePlan
+from memsafe_rl import FixedPolicy, GRPOConfig, GRPOTrainer, RolloutPlan, UpdatePlan, forecast_memory
 from tests.device.pretend import Pretend
 from tests.preflight.beside import alternating, config_for, prompts
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -80,3 +81,24 @@ def test_a_step_of_few_tokens_may_hold_most_in_attention(tmp_path: Path, cuda: P
     save_network(run.network_config(), str(tmp_path))
     found = beside(run, lambda: run.trainer(tmp_path, use_cpu=False), on_device=True)
     assert abs(dict(errors_of(found))["update"]) < 0.01, found
+
+
+def test_only_a_forecast_for_the_card_at_hand_asks_it(
+    tmp_path: Path, cuda: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking it makes a CUDA context, which a forecast for a CPU may not, nor a forked process."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    asked: list[Any] = []
+    properties = torch.cuda.get_device_properties
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *given: (asked.append(given), properties(*given))[1]
+    )
+
+    def told(**given: Any) -> list[Any]:
+        asked.clear()
+        config = GRPOConfig("unused", report_to="none", max_completion_length=8)
+        assert forecast_memory(str(tmp_path), config, device_bytes="1GiB", prompt_tokens=8, **given).fits
+        return list(asked)
+
+    assert told(device="cpu") == told(card="H200") == []
+    assert told() != []
