@@ -210,6 +210,8 @@ def test_settings_beside_a_policy_are_checked() -> None:
         TrainedSteps(fraction="1")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="window is 3"):
         TrainedSteps(window=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"window is \(-1, 2\)"):
+        TrainedSteps(window=(-1, 2))
     with pytest.raises(ConfigError, match="noise_level is inf"):
         FlowSDEScheduler(noise_level=float("inf"))
     with pytest.raises(ConfigError, match="noisy_steps is 3"):

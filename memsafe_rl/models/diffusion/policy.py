@@ -67,13 +67,13 @@ class TrainedSteps:
     def __post_init__(self) -> None:
         refusal.when(not _is_number(self.fraction) or not 0 < self.fraction <= 1, "fraction", fraction=self.fraction)
         pair = self.window if isinstance(self.window, (tuple, list)) else ()
-        if self.window is not None and (len(pair) != 2 or not all(_is_whole(end) for end in pair)):
+        if self.window is not None and (len(pair) != 2 or not all(_is_whole(end) and end >= 0 for end in pair)):
             raise refusal("window", window=self.window)
 
     def candidates(self, stds: Sequence[float]) -> tuple[int, ...]:
         """Returns the columns, ascending, that the fraction is taken of, by their deviations; refuses to give none."""
         first, end = (0, len(stds)) if self.window is None else self.window
-        found = tuple(column for column in range(max(0, first), min(end, len(stds))) if stds[column] > 0)
+        found = tuple(column for column in range(first, min(end, len(stds))) if stds[column] > 0)
         refusal.when(not found, "window/noise", steps=len(stds), first=first, end=end)
         return found
 
