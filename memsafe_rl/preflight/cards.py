@@ -49,7 +49,7 @@ def data_sheet(text: str) -> Mapping[str, Any]:
 
 
 def multiprocessors_of(text: str) -> Multiprocessors:
-    """Returns a named card's."""
+    """Returns the multiprocessors of a card by its name."""
     sheet = data_sheet(text)
     major, minor = map(int, sheet["capability"].split("."))
     threads = DATA_SHEETS["threads_of_a_multiprocessor"][sheet["capability"]]

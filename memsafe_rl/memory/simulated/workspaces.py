@@ -95,7 +95,7 @@ def reduction_bytes(func: Any, args: Sequence[Any], result: Any, card: Any) -> i
 
 
 def _shared_columns(whole: torch.Tensor, card: Any, axes: Any = None) -> int:
-    """Counts columns that blocks of threads share, once for each block; CUDA cuts what is above 2 GiB."""
+    """Counts columns that blocks of threads share, once a block; too high above 2 GiB, where CUDA cuts tensors."""
     summed, kept = _laid_out(whole, axes)
     if not summed or not kept or summed[0][0] < kept[0][0]:  # threads side by side add up one result
         return 0
