@@ -326,6 +326,7 @@ COMMANDS: list[Case] = [
     ("plan --model model --gpu=-3", "--gpu: '-3' is not a byte count | RTX 4090"),
     ("plan --model model --gpu 0", "--gpu is '0'; write a card's memory"),
     ("plan --model model --gpu RTX9999", "--gpu: 'RTX9999' | RTX 4090"),
+    (f"plan --model model --gpu 1{'0' * 400}", "is not a byte count | RTX 4090"),
     ("plan --model model --ranks 0", "Invalid value for '--ranks' | See `memsafe-rl plan --help`"),
     (
         "plan --model HuggingFaceTB/SmolLM2-135M --gpu A100-80GB --prompt-tokens 99999999",

@@ -25,17 +25,9 @@ from memsafe_rl import (
     forecast_memory,
 )
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.preflight.cards import DATA_SHEETS, named_card
 from memsafe_rl.preflight.outcome import MemoryForecast
-from memsafe_rl.preflight.speed import (
-    DATA_SHEETS,
-    DeviceSpeed,
-    Kernel,
-    Work,
-    WorkCounter,
-    measured_speed,
-    named_card,
-    speed_of_card,
-)
+from memsafe_rl.preflight.speed import DeviceSpeed, Kernel, Work, WorkCounter, measured_speed, speed_of_card
 from memsafe_rl.types import Phase
 from memsafe_rl.units import format_seconds
 from tests.tiny import tiny_model, tiny_tokenizer
