@@ -94,8 +94,7 @@ def forecast_memory(
         sharding: what the ranks share: "none", "zero1" (optimizer states), "zero2" (gradients too), "zero3" or "fsdp"
             (weights too). Trainers run under "none" and "fsdp".
         speed: the device's, for an estimate of a step's seconds; None for none.
-        card: the CUDA device's name, such as "H100": its processors decide what sums hold; None for the card at hand,
-            or, where there is none, for leaving out what columns hold that are added up.
+        card: the CUDA device's name, such as "H100", which decides what sums hold; None for the one at hand, if any.
 
     Returns:
         The forecast; ``refusal`` says why where the run cannot fit.

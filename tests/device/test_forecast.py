@@ -90,9 +90,12 @@ def test_only_a_forecast_for_the_card_at_hand_asks_it(
     tiny_model("qwen3").save_pretrained(tmp_path)
     asked: list[Any] = []
     properties = torch.cuda.get_device_properties
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda *given: (asked.append(given), properties(*given))[1]
-    )
+
+    def noted(*given: Any) -> Any:
+        asked.append(given)
+        return properties(*given)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", noted)
 
     def told(**given: Any) -> list[Any]:
         asked.clear()

@@ -75,6 +75,7 @@ def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     return int(sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize)
 
 
+_ADDED_UP = (*_SUMS, "aten::linalg_vector_norm")
 _REDUCTIONS = {"aten::sum.dim_IntList": 1, "aten::mean.dim": 1, "aten::linalg_vector_norm": 2}
 """Reductions of some axes, and which of their arguments names these."""
 _BLOCK_THREADS, _WARP, _LOADS = 512, 32, 4
@@ -84,9 +85,9 @@ _FEWEST, _MOST = 16, 256
 
 def reduction_bytes(func: Any, args: Sequence[Any], result: Any, card: Any) -> int:
     """Counts what a CUDA sum, mean or norm holds: a copy in its result's type, and on a known card shared columns."""
-    if not func.name().startswith((*_SUMS, "aten::linalg_vector_norm")):
+    if not (name := func.name()).startswith(_ADDED_UP):
         return 0
-    whole, named = args[0], _REDUCTIONS.get(func.name())
+    whole, named = args[0], _REDUCTIONS.get(name)
     widens = whole.dtype in (torch.float16, torch.bfloat16) and result.dtype is torch.float32  # without a copy
     held = 0 if widens or whole.dtype is result.dtype else whole.numel() * result.itemsize
     if named is not None and card is not None and whole.numel() >= _MOST and card.max_threads_per_multi_processor:

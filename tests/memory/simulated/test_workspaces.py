@@ -103,9 +103,8 @@ def test_a_sum_of_another_type_holds_a_copy_on_any_card(
 
 
 def test_every_card_of_the_table_says_what_its_sums_hold() -> None:
-    assert all(min(multiprocessors_of(name)) >= 0 for name in DATA_SHEETS["cards"])
     whole = torch.empty(36152, 1104, device="meta")
-    assert {reduced(SUM, whole, [0], multiprocessors_of(name)) > 0 for name in DATA_SHEETS["cards"]} == {True}
+    assert all(reduced(SUM, whole, [0], multiprocessors_of(name)) > 0 for name in DATA_SHEETS["cards"])
 
 
 @pytest.mark.parametrize("known", [True, False])
