@@ -125,9 +125,6 @@ def _summed_product(grad_MO: Tensor, rows_MK: Tensor, kind: torch.dtype) -> Tens
     return total_OK
 
 
-# ------------------------------------------------------------------ experts
-
-
 def tiled_experts(rows_MK: Tensor, weight_EKO: Tensor, *, offs: Tensor, **unknown: Any) -> Tensor:
     """Returns each row's product with its expert's weight, rows sorted by expert; reads no value on the host.
 
@@ -185,9 +182,6 @@ class _TiledExperts(torch.autograd.Function):
             None if total_EKO is None else total_EKO.to(weight_EKO.dtype),
             None,
         )
-
-
-# ------------------------------------------------------------------ activation functions
 
 
 class _Elementwise(torch.autograd.Function):

@@ -25,6 +25,8 @@ _BLOCK = 2**20
 """Elements that are widened to float64 at a time."""
 _ROUNDING = 1e-9
 """Share of the gradients' length below which a combination of them is taken for zero."""
+_NOISE = 1e-5
+"""Share of the longest gradient's length below which a gradient is rounding, whose direction the plan decides."""
 
 
 def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -57,9 +59,9 @@ def merge_weights(
     """Returns the coefficients of a merge: the merged gradient is ``sum_k coefficient_k g_k``.
 
     Each objective's gradient is first multiplied by its weight. An objective that is not there has a coefficient of 0,
-    and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. Where a dot product is
-    no finite number, as after an overflow, the coefficients are the weights, so that what is wrong with a gradient
-    stays to be seen.
+    and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. A gradient 1e-5 as
+    long as the longest counts as zero, which conflicts with none. Where a dot product is no finite number, as after an
+    overflow, the coefficients are the weights, so that what is wrong with a gradient stays to be seen.
 
     Args:
         gram_KK: (K, K) float64 on the host, from `gram_matrix`.
@@ -81,6 +83,8 @@ def merge_weights(
     weighted_KK = gram_KK.to(torch.float64) * weights[:, None] * weights
     if not bool(weighted_KK.isfinite().all()):
         return tuple(weights_K)
+    lengths_K = gram_KK.diagonal().double().sqrt()
+    weighted_KK *= torch.outer(heard_K := lengths_K > _NOISE * lengths_K.max(), heard_K)
     known = [k for k in range(len(weights)) if there is None or there[k]]
     coefficients = torch.zeros_like(weights)
     if known:

@@ -76,3 +76,12 @@ def test_denoising_steps_have_no_probabilities_to_compare(name):
         ConfigError, match=rf"loss_type is '{name}', which compares .* are separable: bnpo, cispo, dapo"
     ):
         check_separable(SETTINGS[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_to_a_sure_token_holds_nothing_back(dtype):
+    least = torch.finfo(dtype).eps
+    new, old = torch.tensor([[0.0, -least, 0.0]], dtype=dtype), torch.tensor([[-least, -2e-4, -2.0]], dtype=dtype)
+    inputs = LossInputs(new.requires_grad_(), torch.ones(1, dtype=dtype), torch.ones_like(old), old)
+    held = (gradient(inputs, SETTINGS["dppo_kl"]) == 0)[0].tolist()
+    assert held == [False, False, True]  # the third was no sure token before

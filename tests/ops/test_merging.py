@@ -219,6 +219,18 @@ def test_who_is_not_there_leaves_the_merge_to_the_others(method):
 
 
 @pytest.mark.parametrize("method", MERGES)
+@pytest.mark.parametrize("noise", [1e-6, -1e-6])
+def test_the_direction_of_rounding_decides_nothing(method, noise):
+    gradients, weights = vectors([1.0, 0.5, 0.0], [0.2, -1.0, 0.3], [0.0, 0.0, 0.0]), [1.0, 2.0, 0.5]
+    expected = merge_weights(gram(gradients), method, weights)
+    gradients[2] += noise
+    assert merge_weights(gram(gradients), method, weights) == pytest.approx(expected, abs=1e-12)
+    gradients[2] *= 1e2  # it is a gradient now
+    conflicts = method != "sum"
+    assert (merge_weights(gram(gradients), method, weights) != pytest.approx(expected, abs=1e-6)) == conflicts
+
+
+@pytest.mark.parametrize("method", MERGES)
 def test_one_scale_of_all_gradients_is_the_scale_of_the_merge(method):
     """So that a loss scale for fp16 may be divided out afterwards."""
     gradients = drawn(2, 5, seed=4, conflict=1.2)

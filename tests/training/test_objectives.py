@@ -122,6 +122,31 @@ def test_accumulating_then_merging_is_merging_what_runs_of_their_own_accumulate(
         assert relative(gradient_under(trainer, cut(17, pack_prompts=True)), expected) < bound
 
 
+def as_good(completions: list[str], **_: Any) -> list[float]:
+    """Finds all completions equally good, so that nothing but a KL has a gradient; at the reference not even that."""
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize("method", [pytest.param("sum", marks=pytest.mark.slow), "pcgrad", "cagrad"])
+def test_the_rounding_of_an_objective_that_has_no_gradient_decides_no_merge(tmp_path: Path, method: str) -> None:
+    model: dict[str, Any] = {"model": tiny_model(), "max_completion_length": 12, "gradient_merge": method}
+    two = {"right": {"rewards": ["digits"]}, "format": {"rewards": ["as_good"], "beta": BETA}}
+    trainer = make_trainer(
+        tmp_path, policy=cut(), reward_funcs=[digits, as_good], objectives=two, alarms=False, **model
+    )
+    whole = gradient_of(trainer)
+    for policy in (cut(pack_prompts=True), cut(1, logprob_tile=1)):
+        assert relative(gradient_under(trainer, policy), whole) < 2e-6
+
+
+@pytest.mark.parametrize("policy", [cut(), cut(pack_prompts=True), cut(1, logprob_tile=1)])
+def test_a_first_step_without_any_gradient_moves_no_weight_under_any_plan(tmp_path: Path, policy: Any) -> None:
+    trainer = make_trainer(tmp_path, policy=policy, reward_funcs=as_good, beta=BETA, max_steps=1, alarms=False)
+    before = weights(trainer)
+    trainer.train()
+    assert torch.equal(weights(trainer), before)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

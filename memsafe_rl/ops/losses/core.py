@@ -116,6 +116,8 @@ def _reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
         beta = ratios.settings.beta
         raise ConfigError(f"`beta` is {beta} but there are no reference log-probs. Score the reference, or set beta=0.")
     gap_BT = inputs.ref_logprobs_BT - inputs.logprobs_BT
+    # where nothing else has a gradient, optimizers and merges would make whole steps of rounding
+    gap_BT = gap_BT * gap_BT.detach().abs().gt(torch.finfo(gap_BT.dtype).eps ** 0.75)
     kl_BT = gap_BT.exp() - gap_BT - 1
     return kl_BT * ratios.ratio if ratios.settings.use_bias_correction_kl else kl_BT
 

@@ -53,8 +53,8 @@ def beyond_kl(ratios: Ratios) -> tuple[Tensor, Tensor]:
     """
     settings = ratios.settings
     logprobs_BT, old_BT = _both(ratios)
-    others_BT, old_others_BT = torch.expm1(logprobs_BT).abs(), torch.expm1(old_BT).abs()
-    # NaN, which exceeds nothing, where both probabilities are 1.
+    least = torch.finfo(logprobs_BT.dtype).eps  # of a sure token rounding says whether others have a probability
+    others_BT, old_others_BT = (torch.expm1(each).abs().clamp(min=least) for each in (logprobs_BT, old_BT))
     kl_BT = old_BT.exp() * (old_BT - logprobs_BT) + torch.xlogy(old_others_BT, old_others_BT / others_BT)
     low = (kl_BT > settings.epsilon_low) & (logprobs_BT < old_BT) & (ratios.advantages < 0)
     return low, (kl_BT > settings.epsilon_high) & (logprobs_BT > old_BT) & (ratios.advantages > 0)
