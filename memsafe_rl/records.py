@@ -12,14 +12,15 @@ import tempfile
 import threading
 import weakref
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+_Line = TypeVar("_Line")
 
 RECENT = 100
 """Records kept in memory besides those not yet written."""
@@ -36,17 +37,26 @@ _TAIL = re.compile(rb'"run_id": "(\w*)"\}\Z')
 
 
 class Lineage(NamedTuple):
-    """Which start of a run did a step: a run that resumes leaves the later steps of earlier starts behind."""
+    """Which records a run builds on: one that resumes leaves what earlier starts wrote after its checkpoint behind."""
 
     starts: tuple[tuple[int, int], ...] = ((0, 0),)  # number of a start and the step it began from, oldest first
-
-    def start_of(self, step: float) -> int:
-        """Returns the start whose record of a step counts."""
-        return next((start for start, began in reversed(self.starts) if began < step), self.starts[0][0])
+    logged: tuple[int, ...] = ()  # records in the log where each of these starts was left; -1: not counted
 
     def resumed(self, start: int, step: int) -> Lineage:
-        """Returns the lineage of a start that goes on from a step."""
-        return Lineage((*((old, began) for old, began in self.starts if began < step or began == 0), (start, step)))
+        """Returns the lineage of a start that resumes at a step."""
+        return self._replace(starts=(*self.starts, (start, step)))
+
+    def chosen(self, lines: Iterable[tuple[float, int, _Line]], step: float, *, counted: bool) -> list[_Line]:
+        """Picks the records up to a step of lines with their steps and starts: by number if counted, else by step."""
+        written, found = defaultdict[int, list[tuple[float, _Line]]](list), list[tuple[float, _Line]]()
+        for number, start, line in lines:
+            written[start].append((number, line))
+        ends = [*(began for _, began in self.starts[1:]), step]
+        for place, (start, _) in enumerate(self.starts):
+            found += written.pop(start, [])
+            known = self.logged[place] if counted and place < len(self.logged) else -1
+            found = [one for one in found if one[0] <= ends[place]] if known < 0 else found[:known]
+        return [line for _, line in found]
 
 
 class RecordLog(Sequence[Record]):
@@ -60,11 +70,9 @@ class RecordLog(Sequence[Record]):
         self._recent: deque[Record] = deque(maxlen=RECENT)
         self._waiting: list[tuple[Record, Mapping[str, Any]]] = []
         self._stamp: dict[str, Any] = {"start": 0}
-        self._known = _Known()
+        self._again: Counter[float] = Counter()  # records by step that stand in the file and are to be written again
         self._complained = False
         self._lock = threading.RLock()  # the status thread reads along
-
-    # ------------------------------------------------------------------ reading
 
     def __len__(self) -> int:
         return len(self._offsets) + len(self._waiting)
@@ -98,8 +106,6 @@ class RecordLog(Sequence[Record]):
             return self._recent[place - written + len(self._recent)]
         return self._restore(_without_stamp(json.loads(self._written().line_at(self._offsets[place]))))
 
-    # ------------------------------------------------------------------ writing
-
     def append(self, record: Record, **beside: Any) -> None:
         """Adds a record; `beside` is written with it and not read back."""
         with self._lock:
@@ -114,12 +120,21 @@ class RecordLog(Sequence[Record]):
         """Begins anew, without a file; what was written stays where it is."""
         with self._lock:
             self.flush()
-            self._path, self._file, self._known = None, None, _Known()
+            self._path, self._file = None, None
+            self._again.clear()
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
             self._waiting.clear()
 
-    def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
-        """Goes on in a file, behind what the run's lineage wrote up to ``step``; records without a file move there."""
+    def open(
+        self,
+        path: Path,
+        stamp: Mapping[str, Any],
+        lineage: Lineage | None = None,
+        step: int = 0,
+        *,
+        counted: bool = False,
+    ) -> None:
+        """Continues a file behind what the run's lineage wrote up to ``step``; records without a file move there."""
         with self._lock:
             if self._path is not None:
                 self._flush()  # to where the file is now, if the run that it was of has been moved aside
@@ -127,18 +142,19 @@ class RecordLog(Sequence[Record]):
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
-            self._known = _Known(resumed_at=step)
             if not self._file.ends_a_line():
                 self._file.append(b"\n")  # a killed process left half a line, which stays for itself
-            for offset, line in _lines(self._file.descriptor):
-                head = _head(line)
-                if head is None or not _is_of(head[3], stamp.get("run_id", "")):
-                    continue
-                number, start, redone, _ = head
-                self._known = self._known.seen(number, unmarked=not redone)
-                if lineage is not None and number <= step and start == lineage.start_of(number):
-                    self._offsets.append(offset)
-                    self._recent.append(self._restore(_without_stamp(json.loads(line))))
+            lines = [(head, at) for at, line in _lines(self._file.descriptor) if (head := _head(line)) is not None]
+            ours = [(head, at) for head, at in lines if _is_of(head[3], stamp.get("run_id", ""))]
+            self._again = Counter(head[0] for head, _ in ours if not head[2] and head[0] >= step)
+            if lineage is None:
+                del self._again[step]
+            else:
+                built_on = lineage.chosen(((*head[:2], (head[0], at)) for head, at in ours), step, counted=counted)
+                self._again.subtract(number for number, _ in built_on if number >= step)
+                self._offsets.extend(at for _, at in built_on)
+                texts = map(self._file.line_at, self._offsets[-RECENT:])
+                self._recent.extend(self._restore(_without_stamp(json.loads(text))) for text in texts)
             self._waiting = carried
 
     def flush(self, *, durable: bool = False) -> bool:
@@ -170,13 +186,13 @@ class RecordLog(Sequence[Record]):
         while self._waiting:
             record, beside = self._waiting[0]
             step = _number(record.get("step"))
-            known, redone = self._known.writing(step)
+            redone = self._again[step] > 0
             line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
             line |= {str(name): value for name, value in {**record, **beside}.items() if str(name) not in line}
             line |= {name: value for name, value in self._stamp.items() if name not in line}
             content = json.dumps(_plain(line))
             offset = self._written().append(content.encode() + b"\n")
-            self._known = known
+            self._again.subtract([step] * redone)
             self._offsets.append(offset)
             self._recent.append(record)
             del self._waiting[0]
@@ -231,34 +247,12 @@ class _File:
         return not os.fstat(self.descriptor).st_nlink or not path.exists()
 
 
-class _Known(NamedTuple):
-    """What a log held when a run resumed in it: steps above where it resumes are done again."""
-
-    resumed_at: int = 0
-    highest: float = -1.0  # of the steps recorded before
-    records: int = 0  # of the highest step
-    repeated: int = 0  # of those, written again by now
-
-    def seen(self, step: float, *, unmarked: bool) -> _Known:
-        """Takes a record that stands in the file."""
-        if step > self.highest:
-            return self._replace(highest=step, records=1)
-        return self._replace(records=self.records + (unmarked and step == self.highest))
-
-    def writing(self, step: float) -> tuple[_Known, bool]:
-        """Returns whether a record that is about to be written stands in the file already."""
-        if step <= self.resumed_at or step > self.highest:
-            return self, False
-        if step < self.highest:
-            return self, True
-        return self._replace(repeated=self.repeated + 1), self.repeated < self.records
-
-
-def records_until(path: Path, lineage: Lineage, step: int, run_id: str = "") -> Iterator[Record]:
-    """Yields the records of the steps that a run's checkpoint builds on; none where there is no log."""
-    for line in read_lines(path, run_id)[0]:
-        if line["step"] <= step and line.get("start", 0) == lineage.start_of(line["step"]):
-            yield _without_stamp(line)
+def records_until(
+    path: Path, lineage: Lineage, step: int, run_id: str = "", *, counted: bool = False
+) -> Iterator[Record]:
+    """Yields the records that a run's checkpoint builds on; none where there is no log."""
+    lines = ((line["step"], line.get("start", 0), line) for line in read_lines(path, run_id)[0])
+    yield from map(_without_stamp, lineage.chosen(lines, step, counted=counted))
 
 
 def read_lines(path: Path, run_id: str = "") -> tuple[list[Record], int]:

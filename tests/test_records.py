@@ -120,6 +120,44 @@ def test_several_records_of_the_last_step_are_marked_as_often_as_they_stood_ther
     assert [line["what"] for line in lines if not line.get("redone")] == ["logged", "evaluated", "saved"]
 
 
+def test_records_behind_the_checkpoint_of_their_step_count_once(tmp_path: Path) -> None:
+    """Those of a killed start are left behind, those of the start that resumed there are not."""
+    path = tmp_path / "log"
+    first = opened(path)
+    for name in ("logged", "behind the checkpoint"):
+        first.append({"step": 2, "what": name})
+    first.flush()
+    at_two = Lineage(logged=(1,))
+    second = opened(path, start=1, lineage=at_two.resumed(1, 2), step=2, counted=True)
+    assert [one["what"] for one in second] == ["logged"]
+    second.append({"step": 2, "what": "behind the checkpoint"})
+    second.append({"step": 2, "what": "further"})
+    second.append({"step": 3, "what": "third"})
+    second.flush()
+    expected = ["logged", "behind the checkpoint", "further", "third"]
+    assert list(map(second.__getitem__, range(4))) == list(second)
+    assert [one["what"] for one in second] == expected
+    assert [line["what"] for line in read_lines(path)[0] if not line.get("redone")] == expected
+    at_three = at_two.resumed(1, 2)._replace(logged=(1, 4))
+    assert [one["what"] for one in records_until(path, at_three, 3, counted=True)] == expected
+    third = opened(path, start=2, lineage=at_three.resumed(2, 3), step=3, counted=True)
+    assert [one["what"] for one in third] == expected
+    of_an_earlier_version = opened(path, start=2, lineage=Lineage(logged=(-1,)).resumed(2, 2), step=2, counted=True)
+    assert [one["what"] for one in of_an_earlier_version] == expected[:2]
+
+
+def test_only_what_stands_there_already_is_marked_as_done_again(tmp_path: Path) -> None:
+    first = opened(tmp_path / "log")
+    for step in (2, 5):
+        first.append({"step": step})
+    first.flush()
+    second = opened(tmp_path / "log", start=1, lineage=Lineage().resumed(1, 2), step=2)
+    for step in (3, 4, 5, 6):
+        second.append({"step": step})
+    second.flush()
+    assert [line["step"] for line in read_lines(tmp_path / "log")[0] if line.get("redone")] == [5]
+
+
 def test_a_full_disk_loses_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +94,28 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
             if checkpoint is not None and not checkpoint.exists():
                 checkpoint = aside / checkpoint.name
             known, mark = {}, RunMark(uuid.uuid4().hex[:8], 0)
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "claimed": time.time()}
-        write_json(path / RUN_FILE, {**known, **mark.plain, **holder})
+        _sign(path, mark, known)
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError):
             raise _unwritable(path, error) from error
         raise
     return RunFolder(path, mark, checkpoint, lock)
+
+
+def retaken(folder: RunFolder) -> RunFolder:
+    """Claims a training run's folder anew where it was moved or deleted, before the run writes to its old place."""
+    if not folder.lock.is_locked or (folder.path / RUN_FILE).exists():
+        return folder
+    folder.lock.release()
+    lock = _lock(folder.path)
+    _sign(folder.path, folder.mark, {})
+    return replace(folder, lock=lock)
+
+
+def _sign(path: Path, mark: RunMark, known: Mapping[str, Any]) -> None:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "claimed": time.time()}
+    write_json(path / RUN_FILE, {**known, **mark.plain, **holder})
 
 
 def check_earlier(path: Path, *, overwrite: bool) -> None:

@@ -55,7 +55,7 @@ class RunMark:
     @property
     def plain(self) -> dict[str, Any]:
         """All of it, in values that JSON has a form for."""
-        return {**self.stamp, "lineage": self.lineage.starts}
+        return {**self.stamp, "lineage": self.lineage.starts, "logged": self.lineage.logged}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] > _MANIFEST_FORMAT:
             by = dict(content.get("versions", {})).get("memsafe-rl", "unknown")
             raise refusal("manifest/format", path=str(path), content=content, by=by, known=_MANIFEST_FORMAT)
-        lineage = Lineage(tuple((int(start), int(step)) for start, step in content["lineage"]))
+        starts = tuple((int(start), int(step)) for start, step in content["lineage"])
+        lineage = Lineage(starts, tuple(map(int, content.get("logged", [-1] * len(starts)))))
         mark = RunMark(str(content["run_id"]), int(content["start"]), lineage)
         return Manifest(mark, int(content["step"]), dict(content["versions"]), dict(content["files"]))
     except ConfigError:

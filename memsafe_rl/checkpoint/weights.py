@@ -157,7 +157,10 @@ def _saved_types(folder: Path) -> set[torch.dtype]:
 
 def _read_adapter(model: PeftModel, folder: Path) -> None:
     name = model.active_adapter
-    saved = load_peft_weights(str(folder if name == _ADAPTER else folder / name), device="cpu")
+    place = folder if name == _ADAPTER else folder / name
+    if not (place / "adapter_config.json").exists():  # else PEFT would look for a repository of that name
+        raise FileNotFoundError("it holds no adapter")
+    saved = load_peft_weights(str(place), device="cpu")
     own = get_peft_model_state_dict(model, adapter_name=name)
     wanted = {key: tuple(value.shape) for key, value in own.items()}
     found = {key: tuple(value.shape) for key, value in saved.items()}

@@ -262,9 +262,6 @@ def monitor(pid: int | None, run: str | None, *, json_output: bool, watch: bool,
                 live.update(render(look(folder)), refresh=True)
 
 
-# ---------------------------------------------------------------------- what is printed
-
-
 def render(view: View) -> RenderableType:
     """Renders a view as text."""
     run, cards = view.run, view.cards.cards

@@ -18,6 +18,7 @@ def run_facts(config: TrainerConfig, examples: Sequence[Mapping[str, Any]], prom
     text = json.dumps([example.get("prompt") for example in examples], sort_keys=True, default=_written)
     facts = {
         **kept,
+        "algorithm": config.algorithm,
         # how rows are laid out over ranks and accumulation steps may change; these may not
         "rows of an optimizer step": config.step_rows,
         "rows of a rollout": config.rollout_rows,
@@ -44,8 +45,10 @@ def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: Tra
     """Refuses settings that would make it another run; a setting newer than the checkpoint counts as its default."""
     declared, known = config.declared, config.declared.keys() & now.keys()  # the others of `declared` may change
     assumed = {name: now[name] if config.left_open(name) else declared[name].default for name in known}
+    assumed["algorithm"] = now.get("algorithm")  # which earlier versions did not write
     saved = {**assumed, **{name: value for name, value in saved.items() if name in known or name not in declared}}
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
+    differing = ["algorithm"] if "algorithm" in differing else differing  # with which settings come and go
     if differing:
         present = {name: f"is {now[name]!r}" if name in now else "is no setting of this run" for name in differing}
         told = "; ".join(f"{name} was {saved.get(name)!r} and {present[name]}" for name in differing[:4])

@@ -453,9 +453,6 @@ def _check_message(place: int, turn: Mapping[str, Any]) -> None:
     unusable.when(not known.keys() & _SAID, "message/content", place=place, known=known)
 
 
-# ------------------------------------------------------------------ images in messages
-
-
 def images_of(row: Mapping[str, Any]) -> list[Any]:
     """Returns the images of a row's columns, as they are stored."""
     several = row.get("images")

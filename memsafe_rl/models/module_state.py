@@ -173,9 +173,6 @@ def refuse_trained_bias(configs: Any) -> None:
         refusal.when(bias not in ("none", False), "peft_config/bias", bias=bias)
 
 
-# ------------------------------------------------------------------ attention implementations
-
-
 def attention_configs(model: nn.Module) -> tuple[Any, ...]:
     """Finds every config from which a module of a network reads its kind of attention; walks all modules."""
     configs = (getattr(module, "config", None) for module in model.modules())

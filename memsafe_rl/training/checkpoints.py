@@ -16,9 +16,11 @@ from memsafe_rl.checkpoint.store import (
     FORMAT,
     CheckpointContent,
     RunMark,
+    check_files,
     checkpoint_folder,
     drop_old_checkpoints,
     read_checkpoint,
+    read_manifest,
     write_checkpoint,
 )
 from memsafe_rl.checkpoint.weights import (
@@ -35,6 +37,7 @@ from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.data.partial_rollouts import completion_from, plain_completion, plain_groups
 from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.diagnostics.status import plain_number
+from memsafe_rl.errors import DamagedCheckpointError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.micro_batches import Cursor
 from memsafe_rl.models.module_state import copy_weights
@@ -263,6 +266,11 @@ def best_folder(state: RunState) -> Path | None:
     best, step = progress.best_model_checkpoint, progress.best_global_step
     if best is None or not Path(best).is_dir():
         logger.warning("the best step, %s, was not saved, so the last weights stay; %s", step, advice)
+        return None
+    try:
+        check_files(Path(best), read_manifest(Path(best)))
+    except DamagedCheckpointError as error:
+        logger.warning("the best step, %s, cannot be loaded, so the last weights stay: %s", step, error)
         return None
     if step is not None and Path(best).name != checkpoint_folder(Path(), step).name:
         told = "the best step, %s, was not saved, so that of %s is loaded, the best when it was; %s"

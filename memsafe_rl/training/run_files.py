@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.export import fill_card
-from memsafe_rl.checkpoint.run_folder import RunFolder, claim, save_weights
+from memsafe_rl.checkpoint.run_folder import RunFolder, claim, retaken, save_weights
 from memsafe_rl.checkpoint.store import RunMark, checkpoint_folder, is_checkpoint, known_run, read_manifest
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.diagnostics.status import MEMORY_FILE, METRICS_FILE, STEPS_FILE, replace_text, write_json
@@ -87,9 +88,10 @@ class RunFiles:
         if folder is not None:
             stamp = folder.mark.stamp
             try:
-                report.records.open(folder.path / METRICS_FILE, stamp, step=step)
+                lineage = folder.mark.lineage if goes_on else None
+                report.records.open(folder.path / METRICS_FILE, stamp, lineage, step, counted=True)
                 report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
-                state.history.open(folder.path / STEPS_FILE, stamp, folder.mark.lineage if goes_on else None, step)
+                state.history.open(folder.path / STEPS_FILE, stamp, lineage, step)
             except OSError as error:
                 raise refusal("output_dir", path=error.filename or folder.path, error=error.strerror) from error
         if checkpoint is None:
@@ -99,7 +101,7 @@ class RunFiles:
         if not goes_on:
             for record in records_until(source / STEPS_FILE, written.lineage, step, written.run_id):
                 state.history.append(record)
-        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id))
+        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id, counted=True))
         if not state.progress.log_history:
             state.progress.log_history.extend(logged)
         for record in () if goes_on else logged:
@@ -144,7 +146,9 @@ class RunFiles:
         if self._prepared is not None:
             wait_for([self._prepared])  # a failure to make memory ahead shows where it is needed
         content = repeat(Stage.CHECKPOINT, checkpoints.content, state, self._report, saved, copied=beside)
-        values = content, self.mark, state.progress.best_model_checkpoint
+        lineage = self.mark.lineage
+        mark = replace(self.mark, lineage=lineage._replace(logged=(*lineage.logged, len(self._report.records))))
+        values = content, mark, state.progress.best_model_checkpoint
         if beside:
             return self._writer.submit(checkpoints.write, *values)
         repeat(Stage.CHECKPOINT, checkpoints.write, *values)
@@ -188,6 +192,7 @@ class RunFiles:
                 f"{what} was not saved: the folder now belongs to run {known_run(self.folder.path).get('run_id')}, for "
                 f"that of this run ({self.mark.run_id}) was moved away. Resume this run where its folder is now."
             )
+        self.folder = None if self.folder is None else retaken(self.folder)
 
     def write(self, name: str, text: str) -> None:
         """Puts a further file into the folder, and remembers that it is the run's."""
@@ -252,7 +257,11 @@ def resume_command(config: TrainerConfig) -> str:
     """Returns what resumes the run from its latest checkpoint: the command it was started with, or a call."""
     command = shlex.join([name := Path(sys.argv[0]).name, *sys.argv[1:]])
     if name == "memsafe-rl":
-        return command if "--resume-from-checkpoint" in command else f"{command} --resume-from-checkpoint true"
+        return (
+            command
+            if "--resume-from-checkpoint" in command.replace("_", "-")
+            else f"{command} --resume-from-checkpoint true"
+        )
     if config.resume_from_checkpoint in ("auto", "true"):
         return shlex.join([Path(sys.executable).name, *sys.argv])
     return "trainer.train(resume_from_checkpoint=True)"

@@ -36,8 +36,6 @@ class Scorer:
         self._config, self._settings = setup.config, setup.settings
         self.adapter = setup.adapter
 
-    # ------------------------------------------------------------------ how a pass is run
-
     def attempt(
         self, stage: Stage, work: RolloutWork | UpdateWork, context: Context | None = None
     ) -> Attempt[RolloutPlan]:
@@ -107,8 +105,6 @@ class Scorer:
         pairs = dict(self._setup.parallel.gather(list(zip(mine, found, strict=True))))
         with host_memory(), charge(Component.TRAJECTORY):
             return self._setup.recovery.repeat(Stage.STORE, trajectory.actions.beside, pairs, known)
-
-    # ------------------------------------------------------------------ what a rollout needs
 
     @property
     def keeps_sources(self) -> bool:

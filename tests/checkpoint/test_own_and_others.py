@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from memsafe_rl.checkpoint.weights import read_weights
 from memsafe_rl.diagnostics.run_figures import read_run
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.errors import ConfigError, SaveError, TrainingInterrupted
-from memsafe_rl.records import read_lines
+from memsafe_rl.records import read_lines, run_id_of
 from tests.checkpoint.test_file_system import Disk
 from tests.checkpoint.test_run_folder import SAVING, run_id
 from tests.processes import started
@@ -372,6 +373,21 @@ class TestWhereARunIs:
         assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
         assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
 
+    def test_a_place_that_it_makes_again_is_its_own(self, tmp_path: Path) -> None:
+        run, refused = tmp_path / "run", []
+
+        def resume() -> None:
+            with pytest.raises(ConfigError, match="where another run is training") as error:
+                make_trainer(run, max_steps=4).train(resume_from_checkpoint=True)
+            refused.append(str(error.value))
+
+        moves, resumes = At("on_step_begin", 1, lambda: run.rename(tmp_path / "moved")), At("on_step_begin", 3, resume)
+        trainer = make_trainer(run, max_steps=4, callbacks=[moves, resumes], **SAVING)
+        trainer.train()
+        assert len(refused) == 1
+        assert run_id_of(run) == run_id_of(tmp_path / "moved") != ""
+        assert make_trainer(run, max_steps=5).train(resume_from_checkpoint=True).global_step == 5
+
     @pytest.mark.slow
     def test_another_run_took_its_place_after_it_was_deleted(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -540,6 +556,31 @@ def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytes
     assert trainer.state.best_global_step == 3
     assert torch.equal(weights(trainer), model_in(tmp_path / "checkpoint-2"))
     assert "the best step, 3, was not saved, so that of checkpoint-2 is loaded, the best when it was" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [lambda held: held[:100] + b"x" + held[101:], lambda held: held[:100]])
+def test_a_damaged_best_checkpoint_is_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    last: list[torch.Tensor] = []
+
+    class First(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_mine"] = -float(state.global_step)
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            weights_of_best = tmp_path / "checkpoint-1" / "model.safetensors"
+            weights_of_best.write_bytes(damage(weights_of_best.read_bytes()))
+            last[:] = [weights(trainer)]
+
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "mine", "greater_is_better": True}
+    trainer = make_trainer(tmp_path, eval_dataset=[{"prompt": "1+1="}], callbacks=[First()], **best, **settings)
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert torch.equal(weights(trainer), last[0])
+    assert "the best step, 1, cannot be loaded, so the last weights stay: " in caplog.text
+    assert "model.safetensors' " in caplog.text
 
 
 def test_a_newer_checkpoint_without_a_state_is_not_passed_over_in_silence(

@@ -30,6 +30,10 @@ EVALUATING: dict[str, Any] = {
 }
 
 
+def kill() -> None:
+    raise RuntimeError("as a kill leaves it")
+
+
 def terminate() -> None:
     signal.raise_signal(signal.SIGTERM)
 
@@ -77,18 +81,50 @@ def test_the_end_of_an_epoch_after_the_last_save_is_not_lost(tmp_path: Path) -> 
     """The checkpoint of the epoch's last step is written before the epoch is evaluated."""
     settings = {**EVALUATING, "eval_strategy": "epoch", "save_steps": 8, "max_steps": 9}
 
-    class Killed(TrainerCallback):
-        def on_epoch_end(self, *_: Any, **__: Any) -> None:
-            raise RuntimeError("as a kill leaves it")
-
     whole = make_trainer(tmp_path / "whole", **settings)
     whole.train()
     assert [one["step"] for one in whole.state.log_history if "eval_reward" in one] == [8, 9]
     with pytest.raises(RuntimeError, match="as a kill"):
-        make_trainer(tmp_path / "run", callbacks=[Killed()], **settings).train()
+        make_trainer(tmp_path / "run", callbacks=[At("on_epoch_end", 8, kill)], **settings).train()
     resumed = make_trainer(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed) == logged(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["on_epoch_end", "on_step_begin"])
+def test_what_is_logged_behind_its_steps_checkpoint_counts_once_after_two_kills(tmp_path: Path, event: str) -> None:
+    """The epoch's evaluation follows the checkpoint; the first kill comes before it, or after it."""
+    settings = {**EVALUATING, "eval_strategy": "epoch", "save_steps": 1, "max_steps": 10}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    for place in ((event, 8), ("on_step_begin", 9)):
+        killed = make_trainer(tmp_path / "run", callbacks=[At(*place, kill)], **settings)
+        with pytest.raises(RuntimeError, match="as a kill"):
+            killed.train(resume_from_checkpoint="auto")
+    resumed = make_trainer(tmp_path / "run", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed) == logged(whole)
+    lines = {name: read_lines(tmp_path / name / "metrics.jsonl")[0] for name in ("whole", "run")}
+    once = [(line["step"], "eval_reward" in line) for line in lines["run"] if not line.get("redone")]
+    assert once == [(line["step"], "eval_reward" in line) for line in lines["whole"]]
+    assert len(lines["run"]) - len(once) == (event == "on_step_begin")
+
+
+@pytest.mark.slow
+def test_completions_that_were_not_shown_before_a_kill_are_shown_after_it(tmp_path: Path) -> None:
+    """A rollout's completions are shown at the next log, and the checkpoint lies between the two."""
+    settings = {**EVALUATING, "log_completions": True, "steps_per_generation": 2, "save_steps": 1, "max_steps": 4}
+    make_trainer(tmp_path / "whole", **settings).train()
+    with pytest.raises(RuntimeError, match="as a kill"):
+        make_trainer(tmp_path / "run", callbacks=[At("on_step_begin", 1, kill)], **settings).train()
+    make_trainer(tmp_path / "run", **settings).train(resume_from_checkpoint=True)
+    shown = [
+        {path.name: path.read_text() for path in (tmp_path / name / "completions").iterdir()}
+        for name in ("whole", "run")
+    ]
+    assert sorted(shown[0]) == ["completions_00002.jsonl", "completions_00004.jsonl"]
+    assert shown[1] == shown[0]
 
 
 @pytest.mark.slow_after(1)

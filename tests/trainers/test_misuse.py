@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
@@ -170,9 +170,10 @@ def test_episodes_that_nobody_can_read_end_without_a_turn(whose: str, tmp_path: 
         (lambda: tiny_model(layers=3), "11 weights differ, such as model.layers.2"),
         (lambda: tiny_model(layers=1), "11 weights differ, such as model.layers.1"),
         (tiny_t5, "weights differ, such as decoder"),
+        (lambda: get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"])), "it holds no adapter"),
         (lambda: tiny_model(dtype=torch.bfloat16), r"types of weights differ: torch\.bfloat16, torch\.float32"),
     ],
-    ids=["deeper", "shallower", "encoder-decoder", "other type"],
+    ids=["deeper", "shallower", "encoder-decoder", "adapter", "other type"],
 )
 def test_the_checkpoint_of_another_network_is_refused_and_leaves_the_weights_alone(
     other: Any, message: str, tmp_path: Path

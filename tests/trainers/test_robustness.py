@@ -12,8 +12,9 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig
 
+from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.config.resume_checks import run_facts
+from memsafe_rl.config.resume_checks import check_same_run, run_facts
 from memsafe_rl.errors import ConfigError, DataError, MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import PRESETS, FixedPolicy, LadderPolicy, MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -117,6 +118,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, changed: dict[st
         other.train(resume_from_checkpoint=True)
 
 
+def test_the_checkpoint_of_another_algorithm_is_refused_by_its_name(tmp_path: Path) -> None:
+    saved = run_facts(GRPOConfig(str(tmp_path), report_to="none"), [], 4)
+    other = RLOOConfig(str(tmp_path), report_to="none")
+    with pytest.raises(ConfigError, match=r"another run: algorithm was 'GRPO' and is 'RLOO'\. Set it back"):
+        check_same_run(saved, run_facts(other, [], 4), other)
+
+
 def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +132,11 @@ def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
         return make_trainer(tmp_path / folder, num_iterations=2, beta=0.1, **{"max_steps": 3, **settings})
 
     def old_facts(*values: Any) -> dict[str, Any]:
-        return {name: value for name, value in run_facts(*values).items() if name not in ("entropy_coef", "bf16")}
+        return {
+            name: value
+            for name, value in run_facts(*values).items()
+            if name not in ("entropy_coef", "bf16", "algorithm")
+        }
 
     def later_facts(*values: Any) -> dict[str, Any]:
         return {**run_facts(*values), "dropped_later": 2}

@@ -391,9 +391,6 @@ def _sampler_bytes(geometry: ModelGeometry, rows: int) -> int:
     return rows * geometry.vocab_size * geometry.compute_bytes + 2 * _LOGIT_BYTES * widened + noise
 
 
-# ------------------------------------------------------------------ time
-
-
 def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
     """Returns the tokens of one forward beyond which more are not worth their memory."""
     if geometry.unit is not None:

@@ -292,9 +292,6 @@ def _packs(wanted: bool | None, work: UpdateWork) -> bool:
     return bool(work.prompts) and (packing_saves(work) if wanted is None else wanted)
 
 
-# ------------------------------------------------------------------ what a plan may ask for
-
-
 _MAY_BE_ZERO = ("kept_kv_bytes", "resident_blocks")
 _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "cache_dtype": (None, "int8"),
@@ -350,9 +347,6 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
             f"{called} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but weights that come "
             "and go cannot be compiled in. Leave one of the two None."
         )
-
-
-# ------------------------------------------------------------------ presets
 
 
 _GIB_OF = {"12-24GB": 12, "8-12GB": 8, "under-8GB": 6}

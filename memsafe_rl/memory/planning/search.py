@@ -314,9 +314,6 @@ def _down(fallback: Fallback, plan: Plan, work: Work) -> Iterator[Plan]:
         lower = fallback.step(lower, work)
 
 
-# ------------------------------------------------------------------ the search
-
-
 def extra_bytes(
     phase: Phase, work: Work, plan: RolloutPlan | UpdatePlan, tile: int = UpdatePlan.logprob_tile
 ) -> int | None:

@@ -338,9 +338,6 @@ def _plan_from(plain: Mapping[str, Any] | None) -> RolloutPlan | UpdatePlan | No
     return RolloutPlan(**values) if plain["kind"] == "RolloutPlan" else UpdatePlan(**values)
 
 
-# ------------------------------------------------------------------ who owns what
-
-
 def watch_gradients(parameters: Iterable[Tensor]) -> ExitStack:
     """Claims gradients for their component as soon as a backward has made them, until it is closed."""
     hooks = ExitStack()

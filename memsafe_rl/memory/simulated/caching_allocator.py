@@ -292,8 +292,6 @@ class CachingAllocator:
                 block.swallow(other)
         return block
 
-    # ------------------------------------------------------------------ expandable segments
-
     def _page(self, pool: _Pool) -> int:
         return _SMALL_SEGMENT if pool.small else self.settings.large_segment_bytes
 

@@ -490,9 +490,6 @@ def _rows_of(values: Tensor, segment: Segment) -> Tensor:
     return values[segment.rows.start : segment.rows.stop]
 
 
-# ------------------------------------------------------------------ compiled steps
-
-
 def _compiled_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:

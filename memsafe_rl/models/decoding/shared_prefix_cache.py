@@ -522,9 +522,6 @@ def _kept(states: Tensor) -> Tensor:
     return kept
 
 
-# ------------------------------------------------------------------ keys and values in 8 bits
-
-
 def to_int8(values: Tensor) -> Tensor:
     """Rounds vectors to whole multiples of a 127th of their largest element, the scale behind them in the same row.
 

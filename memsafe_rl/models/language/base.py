@@ -388,9 +388,6 @@ def _keep_gradient_of_4bit_layers(lm: nn.Module) -> None:
                 module.state_dict()  # writing the weight out unpacks it in place
 
 
-# ------------------------------------------------------------------ output heads
-
-
 @dataclass(frozen=True)
 class LogitMap:
     """What a model does to the output of its head: ``cap · tanh(scale · z / cap)``."""

@@ -290,9 +290,6 @@ def _run(members: Sequence[Segment], device: torch.device) -> Run:
     return Run(len(members), width, first, (tokens.to(device), places.to(device)))
 
 
-# ------------------------------------------------------------------ attention among packed rows
-
-
 @contextmanager
 def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
     """Has networks attend over packed rows of one layout."""

@@ -97,9 +97,6 @@ def _scratch(layer: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-# ------------------------------------------------------------------ as files
-
-
 def written(model: nn.Module, parent: Path, step: int) -> tuple[Path, str]:
     """Writes a model's weights and removes those that were written before."""
     draft = parent / ".part"

@@ -357,9 +357,6 @@ def _check(
         raise unusable("prompts/long", index=index, length=length, new=new, limit=limit, shorter=shorter)
 
 
-# ------------------------------------------------------------------ between turns
-
-
 class LocalScope(NamedTuple):
     """Draws the agent's turns by a given function, and those of other roles by this library's own loop."""
 

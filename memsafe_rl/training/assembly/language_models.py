@@ -205,9 +205,6 @@ def bound_prompts(config: TrainerConfig, wanted: Any, reader: PromptReader) -> N
     reader.bound(*prompt_room(config, facts, "critic"))
 
 
-# ------------------------------------------------------------------ prompts with images
-
-
 def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> ImagePromptReader:
     """Makes what reads prompts with images."""
     same = FAMILIES[facts.config.model_type].spelled is not None  # whatever an image's size

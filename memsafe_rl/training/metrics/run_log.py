@@ -69,12 +69,14 @@ class RunLog:
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what the next record will average and what callbacks have asked for."""
         asked = {name: getattr(self.control, name) for name in _WISHES}
-        return {"pending": {name: list(values) for name, values in self.pending.items()}, "asked": asked}
+        table = json.loads(json.dumps(self.table, default=str)) if self._config.log_completions else ()
+        pending = {name: list(values) for name, values in self.pending.items()}
+        return {"pending": pending, "asked": asked, "table": table}
 
     def load_state_dict(self, saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
         """Takes it over, and the states of callbacks as `callback_states` gave them; settings stay the user's."""
         self.pending.update({name: list(values) for name, values in saved.get("pending", {}).items()})
-        self.control = TrainerControl(**saved.get("asked", {}))
+        self.control, self.table = TrainerControl(**saved.get("asked", {})), tuple(saved.get("table", ()))
         left = {name: list(states) if isinstance(states, list) else [states] for name, states in callbacks.items()}
         for callback in self.callbacks.callbacks:
             if states := left.get(type(callback).__name__):

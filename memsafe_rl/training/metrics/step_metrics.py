@@ -106,9 +106,6 @@ def _merged(parts: Sequence[Mapping[str, float]], combine: object) -> dict[str, 
     return {name: combine(part[name] for part in parts if name in part) for name in names}  # type: ignore[operator]
 
 
-# ------------------------------------------------------------------ half-precision weights
-
-
 @dataclass(frozen=True)
 class WeightSample:
     """A sample of the weights as they were before a step."""
