@@ -282,6 +282,7 @@ class TestLogsThatCannotBeWritten:
         disk.heals()
         ends_whole(run, whole)
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("name", ["run.json", "monitor.json", "completions_00001.jsonl"])
     def test_what_only_shows_a_run_never_ends_it(
         self, tmp_path: Path, whole: torch.Tensor, disk: Disk, caplog: pytest.LogCaptureFixture, name: str
@@ -298,6 +299,7 @@ class TestLogsThatCannotBeWritten:
 class TestAFolderThatChangesUnderTheRun:
     """Deleted, moved, filled by others, or reached by a link."""
 
+    @pytest.mark.slow_after(1)
     @pytest.mark.parametrize("event", ["on_step_begin", "on_save"])
     @pytest.mark.parametrize("away", [True, False])
     def test_it_vanishes(self, run: Path, whole: torch.Tensor, event: str, away: bool) -> None:
@@ -412,6 +414,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 class TestWhatIsReadBack:
     """Torn, missing or foreign files cost at most the steps after the last sound checkpoint."""
 
+    @pytest.mark.slow_after(2)
     @pytest.mark.parametrize("content", [None, "", '{"run_id": "', "[1]", '{"run_id": 7}', '{"start": "x"}', b"\xff"])
     def test_run_json_is_missing_or_torn(self, run: Path, whole: torch.Tensor, content: str | bytes | None) -> None:
         written = json.loads((run / "run.json").read_text())["run_id"]

@@ -88,6 +88,7 @@ def test_values_and_gradients_equal_the_naive_form(tile, with_bias, scale, cap, 
     torch.testing.assert_close(gradients(actual, leaves, weights), gradients(expected, leaves, weights), **EXACT)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("kind", ["plain", "capped", "function"])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradcheck(kind, with_entropy):

@@ -131,6 +131,7 @@ def grid(count, steps):
         yield torch.tensor([b - a for a, b in itertools.pairwise(edges)], dtype=torch.float64) / steps
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 12))])
 @pytest.mark.parametrize(("count", "width", "steps"), [(2, 4, 2000), (3, 4, 60), (3, 2, 60), (4, 6, 20)])
 def test_no_point_of_a_grid_is_below_the_minimum_over_the_simplex(count, width, steps, seed):

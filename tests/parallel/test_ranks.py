@@ -384,6 +384,7 @@ def test_ranks_gather_in_order_and_sum_in_place(outcomes: list[Found]) -> None:
         assert torch.equal(found["together"]["gradients"][1], torch.arange(5.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_rank_that_fails_is_named_with_its_reason_at_whatever_comes_next(outcomes: list[Found], name: str) -> None:
     other, failed = (found[f"fail before {name}"] for found in outcomes)

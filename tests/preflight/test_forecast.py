@@ -321,6 +321,7 @@ def test_a_model_object_that_does_not_fit_is_named_with_its_size() -> None:
     assert caught.value.failure.phase is Phase.LOAD
 
 
+@pytest.mark.slow
 def test_remedies_are_left_to_the_run(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with SimulatedMemory(ROOM), caplog.at_level(logging.WARNING):
         trainer_for(folder, memory_budget=2**20, allow_lossy=["num_iterations"])
@@ -390,6 +391,7 @@ def parameters(folder: Path) -> int:
 class TestOfACard:
     """Forecasts for a device that is not there."""
 
+    @pytest.mark.slow
     def test_a_card_that_is_named_says_what_its_libraries_hold(self, folder: Path) -> None:
         small = on_a_card(folder, card="NVIDIA RTX 4090")
         assert any("cuBLAS takes 18.25 MiB" in told for told in small.assumptions)  # twice 8 MiB, 128 KiB and 1 MiB

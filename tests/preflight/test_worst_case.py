@@ -98,6 +98,7 @@ def test_a_rollout_that_cannot_fit_is_found_without_decoding(tmp_path: Path, mon
             check_worst_case(trainer.loop)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(("prompt", "completion"), [(60, 40), (10, 90), (90, 2), (3, 1)])
 def test_the_last_moment_is_as_high_as_the_rollouts_own_peak(tmp_path: Path, prompt: int, completion: int) -> None:
     """Against a real rollout of the same lengths in which nobody ends early."""

@@ -182,6 +182,7 @@ def recovering(memory, policy):
     return tracker, Recovery(tracker, policy)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("fail_at", [1, 7, 40, 133, 260])
 def test_running_out_of_memory_changes_nothing(fail_at):
     adapter = DiffusionAdapter(make_policy(guidance_scale=2.0))

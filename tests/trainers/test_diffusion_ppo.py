@@ -118,6 +118,7 @@ def by_hand(rewards: list[float], values: list[float], gamma: float, gae_lambda:
     return [sum((gamma * gae_lambda) ** (k - t) * errors[k] for k in range(t, len(errors))) for t in range(len(errors))]
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("steps", "judged"),
     [

@@ -287,7 +287,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, family: str, more: dict[s
     assert torch.equal(weights(part), weights(whole))
 
 
-@pytest.mark.slow_after(3)
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, family: str, kind: Any) -> None:

@@ -164,6 +164,7 @@ def test_episodes_that_nobody_can_read_end_without_a_turn(whose: str, tmp_path: 
 # A checkpoint of another network
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -194,6 +195,7 @@ def test_a_checkpoint_may_be_named_by_a_path_and_by_nothing_else(tmp_path: Path)
         make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", ["trainer_state.json", "training_state.pt"])
 @pytest.mark.parametrize("content", [None, b"", b"{"])
 def test_a_damaged_checkpoint_is_told_before_weights_are_read(name: str, content: bytes | None, tmp_path: Path) -> None:

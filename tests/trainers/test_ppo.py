@@ -60,6 +60,7 @@ def make_ppo(
     return trainer
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_run_learns_and_reports(critic: str, tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path, critic, kl_target=1.0)
@@ -77,6 +78,7 @@ def test_a_run_learns_and_reports(critic: str, tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(first["policy_loss"] + 0.1 * first["value_loss"], rel=1e-5)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("critic", CRITICS)
 def test_the_first_ratio_is_1(critic: str, tmp_path: Path) -> None:
     """Old log-probs are the first update's own, though all rows are scored before it; the second has moved."""

@@ -100,6 +100,7 @@ def test_a_best_step_that_was_not_saved_keeps_the_last_weights_and_says_so(
     assert "was not saved" in caplog.text
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -78,6 +78,7 @@ def test_rounding_does_not_push_tokens_that_have_not_moved(tmp_path: Path) -> No
     assert relative(run("cut", cut(17)), run("whole", cut())) < 1e-12
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", MARKING)
 def test_a_failed_attempt_and_a_resume_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

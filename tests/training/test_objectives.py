@@ -147,6 +147,7 @@ def test_a_first_step_without_any_gradient_moves_no_weight_under_any_plan(tmp_pa
     assert torch.equal(weights(trainer), before)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -216,6 +217,7 @@ def test_encoder_decoders_have_several_objectives_too(tmp_path: Path) -> None:
         assert relative(of([digits, few_digits], policy, **both), expected) < 1e-12
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("method", MERGES)
 def test_a_gradient_that_is_overwritten_by_each_micro_batch_would_be_seen(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce++", "maxrl", "opo"])
 def test_a_run_takes_its_advantages_from_the_estimator_it_names(estimator: str, tmp_path: Path) -> None:
     trainer = make_trainer(
@@ -331,6 +332,7 @@ def test_mixed_precision_trains_and_keeps_weights_wide(tmp_path: Path, precision
     assert trainer.history[0]["approx_kl/k3_token"] == 0.0
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize(
     "settings",
     [

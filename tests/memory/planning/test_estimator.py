@@ -116,6 +116,7 @@ def assert_near(adapter: LanguageAdapter, ratio: float) -> None:
     assert least <= ratio <= most
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("tokens", "tile"), [(100_000, 512), (160, 16)])
@@ -150,6 +151,7 @@ def test_scoring_holds_what_was_estimated(adapter: LanguageAdapter, tokens: int,
     assert_near(adapter, sum(score_parts(work, plan, tile).values()) / memory.peak_bytes)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize(
     ("prompts", "group", "new", "rows"), [((64, 64), 8, 12, 64), ((30, 50), 2, 12, 2), ((100,), 2, 4, 64)]
 )

@@ -101,6 +101,7 @@ def floor(work: RolloutWork | UpdateWork, state: MemoryState) -> dict[str, int]:
 POLICIES: tuple[MemoryPolicy, ...] = (AdaptivePolicy(), LadderPolicy(), LadderPolicy(climbs=True), preset("8-12GB"))
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_smaller_budget_never_gives_a_plan_predicted_to_hold_more(seed: int, policy: MemoryPolicy) -> None:

@@ -44,6 +44,7 @@ def no_eos(logits: Tensor) -> Tensor:
     return logits.index_fill(-1, torch.tensor([1]), float("-inf"))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_greedy_tokens_equal_generates(arch: str) -> None:
     model = tiny_model(arch, dtype=torch.float64)
@@ -76,6 +77,7 @@ def test_logits_of_a_prefill_equal_each_prompts_own(arch: str) -> None:
     assert_close(logits, alone, 1e-12)
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("joins", [False, True])
 def test_either_cache_gives_the_same_logits(arch: str, joins: bool) -> None:

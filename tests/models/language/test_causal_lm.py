@@ -58,6 +58,7 @@ def exact_softmax() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.usefixtures("exact_softmax")

@@ -137,6 +137,7 @@ def test_packed_rows_learn_what_rows_learn(family: str) -> None:
     assert distance(packed_gradient, gradient) < 2e-6  # 10 rows' gradients, summed in another order
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_double_nothing_but_rounding_differs(family: str) -> None:
     trajectory = grouped_rows()

@@ -129,6 +129,7 @@ def alone(model: Any, prompt: Tensor, tokens: list[int]) -> Tensor:
 # ------------------------------------------------------------------ decoding
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", ALL)
 def test_greedy_tokens_equal_generates(family: str) -> None:
     model = build(family)
@@ -260,6 +261,7 @@ SETTINGS = SamplingSettings(max_new_tokens=40, eos_token_ids=tuple(range(2, 9)))
 GROUP = 3
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -505,6 +507,7 @@ def naive_logits_of(model: Any, trajectory: Trajectory, rows: list[int]) -> Tens
     return torch.cat(pieces)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("family", ALL)
 def test_scoring_equals_the_model(family: str, caplog: pytest.LogCaptureFixture) -> None:
     adapter, trajectory = adapter_of(family), make_trajectory()
@@ -516,6 +519,7 @@ def test_scoring_equals_the_model(family: str, caplog: pytest.LogCaptureFixture)
         assert_close(naive_logits(distribution), naive_logits_of(adapter.model, trajectory, rows), 1e-12)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("family", MAIN)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_equal_the_models(family: str, checkpointing: bool) -> None:

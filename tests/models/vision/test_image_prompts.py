@@ -95,6 +95,7 @@ def own_logprobs(model: Any, given: ImagePrompt, action: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(1, action[:, None])[:, 0]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_the_models_own(family: str, packed: bool) -> None:
@@ -137,6 +138,7 @@ def test_every_cut_gives_the_same_gradient(family: str, dtype: torch.dtype, allo
                 assert difference < allowed, (cuts, packed, float(difference))
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("chunk", "alone"),
     [(6, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((6, True), (None, False), (3, False)))],
@@ -209,6 +211,7 @@ def test_a_moved_placeholder_is_refused(family: str) -> None:
         images.read([given._replace(images=one.images)])
 
 
+@pytest.mark.slow_after(5)
 @pytest.mark.parametrize("what", ["places", "positions"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shift_by_one_place_is_refused_at_start(family: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,6 +219,7 @@ def full_logits_inputs(model, batch, settings, **extra):
     return inputs.__class__(**{**vars(inputs), **replaced})
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_full_logits_in_float64_agree(name, level):
@@ -249,6 +250,7 @@ def random_groups(seed):
 GROUPS = [[[row] for row in range(len(LENGTHS))], random_groups(0), random_groups(1)]
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize(
     ("dtype", "bound"), [pytest.param(torch.float32, 1e-6, marks=pytest.mark.slow), (torch.float64, 1e-12)]
 )
@@ -263,6 +265,7 @@ def test_any_split_gives_the_same_gradient_of_the_model(name, level, dtype, boun
         assert distance(split_gradient(model, batch, settings, groups, lambda _: counts), whole) <= bound
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_denominator_of_the_micro_batch_is_seen(name):
     model = double_model()

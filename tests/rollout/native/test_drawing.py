@@ -148,6 +148,7 @@ def by_generate(model: Any, prompt: Tensor, theirs: dict[str, Any], **how: Any) 
     return model.generate(prompt[None], generation_config=config, **given)
 
 
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", [*(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.0)), 0.6])
 def test_scores_equal_those_of_generate(models: dict[str, Any], case: str, temperature: float) -> None:
@@ -203,6 +204,7 @@ def decode(model: Any, prompts: Sequence[Tensor], settings: SamplingSettings, ke
 
 
 # What is drawn follows from logits alone, whatever network they are of.
+@pytest.mark.slow_after(10)
 @pytest.mark.parametrize(("arch", "case"), [*(("qwen3", case) for case in CASES), ("gpt2", "all_of_them")])
 def test_greedy_tokens_equal_those_of_generate(models: dict[str, Any], arch: str, case: str) -> None:
     ours, theirs = CASES[case]

@@ -265,6 +265,7 @@ def again(fails: list[int]) -> Attempt[RolloutPlan]:
     return run
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("changes", [{}, {"min_p": 0.05, "repetition_penalty": 1.3}])
 def test_a_batch_that_failed_goes_on_from_its_tokens(joins: bool, changes: dict[str, float]) -> None:
