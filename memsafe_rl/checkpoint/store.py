@@ -240,8 +240,9 @@ def _why_not_saved(output_dir: Path, final: Path, content: CheckpointContent, er
     free = format_bytes(shutil.disk_usage(output_dir).free) if output_dir.exists() else "no folder"
     good = checkpoints(output_dir)
     last = f"The last good checkpoint is {good[-1]}." if good else "No checkpoint was written before it."
+    way = "Move what is there away" if getattr(error, "errno", None) == errno.EEXIST else "Free space"
     return (
-        f"{final} was not saved: {reason}. It takes {wanted}; free are {free}. {last} Free space, or set output_dir to "
+        f"{final} was not saved: {reason}. It takes {wanted}; free are {free}. {last} {way}, or set output_dir to "
         "another disk; on_save_error='warn' trains on without the checkpoint."
     )
 
