@@ -405,7 +405,11 @@ def test_the_agent_learns_and_its_user_stays_the_same(tmp_path: Path) -> None:
     def environment() -> Digits:
         return Digits(3, ModelUser("ask for digits", max_tokens=5))
 
-    trainer = trainer_of(tmp_path, environment_factory=environment, peft_config=lora(), max_steps=2, beta=0.01)
+    def by_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    settings = {"reward_funcs": by_tokens, "peft_config": lora(), "max_steps": 2, "beta": 0.01}
+    trainer = trainer_of(tmp_path, environment_factory=environment, **settings)
     prompt = torch.arange(20, 40)
 
     def logits(role: str) -> torch.Tensor:
@@ -416,6 +420,7 @@ def test_the_agent_learns_and_its_user_stays_the_same(tmp_path: Path) -> None:
     pointers = {weight.untyped_storage().data_ptr() for weight in trainer.model.parameters()}
     switches = trainer.roles.switches
     trainer.train()
+    assert all(record["reward_std"] > 0 for record in trainer.history)  # nothing could be learnt otherwise
     assert trainer.roles.switches > switches
     assert torch.equal(logits("base"), user)
     assert torch.equal(logits("reference"), reference)
