@@ -46,15 +46,19 @@ class Lineage(NamedTuple):
         """Returns the lineage of a start that resumes at a step."""
         return self._replace(starts=(*self.starts, (start, step)))
 
-    def chosen(self, lines: Iterable[tuple[float, int, _Line]], step: float, *, counted: bool) -> list[_Line]:
-        """Picks the records up to a step of lines with their steps and starts: by number if counted, else by step."""
+    def by_step(self) -> Lineage:
+        """Returns the lineage of a log that has one record a step, whose records need no count."""
+        return Lineage(self.starts)
+
+    def chosen(self, lines: Iterable[tuple[float, int, _Line]], step: float) -> list[_Line]:
+        """Picks the records up to a step of lines with their steps and starts: by number where that is known."""
         written, found = defaultdict[int, list[tuple[float, _Line]]](list), list[tuple[float, _Line]]()
         for number, start, line in lines:
             written[start].append((number, line))
         ends = [*(began for _, began in self.starts[1:]), step]
         for place, (start, _) in enumerate(self.starts):
             found += written.pop(start, [])
-            known = self.logged[place] if counted and place < len(self.logged) else -1
+            known = self.logged[place] if place < len(self.logged) else -1
             found = [one for one in found if one[0] <= ends[place]] if known < 0 else found[:known]
         return [line for _, line in found]
 
@@ -125,15 +129,7 @@ class RecordLog(Sequence[Record]):
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
             self._waiting.clear()
 
-    def open(
-        self,
-        path: Path,
-        stamp: Mapping[str, Any],
-        lineage: Lineage | None = None,
-        step: int = 0,
-        *,
-        counted: bool = False,
-    ) -> None:
+    def open(self, path: Path, stamp: Mapping[str, Any], lineage: Lineage | None = None, step: int = 0) -> None:
         """Continues a file behind what the run's lineage wrote up to ``step``; records without a file move there."""
         with self._lock:
             if self._path is not None:
@@ -150,7 +146,7 @@ class RecordLog(Sequence[Record]):
             if lineage is None:
                 del self._again[step]
             else:
-                built_on = lineage.chosen(((*head[:2], (head[0], at)) for head, at in ours), step, counted=counted)
+                built_on = lineage.chosen(((*head[:2], (head[0], at)) for head, at in ours), step)
                 self._again.subtract(number for number, _ in built_on if number >= step)
                 self._offsets.extend(at for _, at in built_on)
                 texts = map(self._file.line_at, self._offsets[-RECENT:])
@@ -192,7 +188,8 @@ class RecordLog(Sequence[Record]):
             line |= {name: value for name, value in self._stamp.items() if name not in line}
             content = json.dumps(_plain(line))
             offset = self._written().append(content.encode() + b"\n")
-            self._again.subtract([step] * redone)
+            if redone:
+                self._again[step] -= 1
             self._offsets.append(offset)
             self._recent.append(record)
             del self._waiting[0]
@@ -247,12 +244,10 @@ class _File:
         return not os.fstat(self.descriptor).st_nlink or not path.exists()
 
 
-def records_until(
-    path: Path, lineage: Lineage, step: int, run_id: str = "", *, counted: bool = False
-) -> Iterator[Record]:
+def records_until(path: Path, lineage: Lineage, step: int, run_id: str = "") -> Iterator[Record]:
     """Yields the records that a run's checkpoint builds on; none where there is no log."""
     lines = ((line["step"], line.get("start", 0), line) for line in read_lines(path, run_id)[0])
-    yield from map(_without_stamp, lineage.chosen(lines, step, counted=counted))
+    yield from map(_without_stamp, lineage.chosen(lines, step))
 
 
 def read_lines(path: Path, run_id: str = "") -> tuple[list[Record], int]:

@@ -128,7 +128,7 @@ def test_records_behind_the_checkpoint_of_their_step_count_once(tmp_path: Path) 
         first.append({"step": 2, "what": name})
     first.flush()
     at_two = Lineage(logged=(1,))
-    second = opened(path, start=1, lineage=at_two.resumed(1, 2), step=2, counted=True)
+    second = opened(path, start=1, lineage=at_two.resumed(1, 2), step=2)
     assert [one["what"] for one in second] == ["logged"]
     second.append({"step": 2, "what": "behind the checkpoint"})
     second.append({"step": 2, "what": "further"})
@@ -139,10 +139,10 @@ def test_records_behind_the_checkpoint_of_their_step_count_once(tmp_path: Path) 
     assert [one["what"] for one in second] == expected
     assert [line["what"] for line in read_lines(path)[0] if not line.get("redone")] == expected
     at_three = at_two.resumed(1, 2)._replace(logged=(1, 4))
-    assert [one["what"] for one in records_until(path, at_three, 3, counted=True)] == expected
-    third = opened(path, start=2, lineage=at_three.resumed(2, 3), step=3, counted=True)
+    assert [one["what"] for one in records_until(path, at_three, 3)] == expected
+    third = opened(path, start=2, lineage=at_three.resumed(2, 3), step=3)
     assert [one["what"] for one in third] == expected
-    of_an_earlier_version = opened(path, start=2, lineage=Lineage(logged=(-1,)).resumed(2, 2), step=2, counted=True)
+    of_an_earlier_version = opened(path, start=2, lineage=Lineage(logged=(-1,)).resumed(2, 2), step=2)
     assert [one["what"] for one in of_an_earlier_version] == expected[:2]
 
 

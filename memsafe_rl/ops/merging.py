@@ -59,9 +59,9 @@ def merge_weights(
     """Returns the coefficients of a merge: the merged gradient is ``sum_k coefficient_k g_k``.
 
     Each objective's gradient is first multiplied by its weight. An objective that is not there has a coefficient of 0,
-    and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. A gradient 1e-5 as
-    long as the longest counts as zero, which conflicts with none. Where a dot product is no finite number, as after an
-    overflow, the coefficients are the weights, so that what is wrong with a gradient stays to be seen.
+    and the others are merged as if it did not exist: the mean that CAGrad starts from is theirs. A gradient at
+    most 1e-5 as long as the longest counts as zero, which conflicts with none. Where a dot product is no finite number,
+    as after an overflow, the coefficients are the weights, so that what is wrong with a gradient stays to be seen.
 
     Args:
         gram_KK: (K, K) float64 on the host, from `gram_matrix`.

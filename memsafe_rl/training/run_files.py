@@ -89,9 +89,9 @@ class RunFiles:
             stamp = folder.mark.stamp
             try:
                 lineage = folder.mark.lineage if goes_on else None
-                report.records.open(folder.path / METRICS_FILE, stamp, lineage, step, counted=True)
+                report.records.open(folder.path / METRICS_FILE, stamp, lineage, step)
                 report.events.open(folder.path / MEMORY_FILE, stamp, step=step)
-                state.history.open(folder.path / STEPS_FILE, stamp, lineage, step)
+                state.history.open(folder.path / STEPS_FILE, stamp, lineage and lineage.by_step(), step)
             except OSError as error:
                 raise refusal("output_dir", path=error.filename or folder.path, error=error.strerror) from error
         if checkpoint is None:
@@ -99,9 +99,9 @@ class RunFiles:
         logger.warning("run %s resumes at step %d from %s", self.mark.run_id, step, checkpoint)
         source, written = checkpoint.parent, read_manifest(checkpoint).mark
         if not goes_on:
-            for record in records_until(source / STEPS_FILE, written.lineage, step, written.run_id):
+            for record in records_until(source / STEPS_FILE, written.lineage.by_step(), step, written.run_id):
                 state.history.append(record)
-        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id, counted=True))
+        logged = list(records_until(source / METRICS_FILE, written.lineage, step, written.run_id))
         if not state.progress.log_history:
             state.progress.log_history.extend(logged)
         for record in () if goes_on else logged:
@@ -140,7 +140,7 @@ class RunFiles:
         self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, beside: bool
     ) -> Future[None]:
         folder, repeat = checkpoint_folder(Path(self._config.output_dir), state.step), setup.recovery.repeat
-        self.check_ours(folder)
+        self.ensure_ours(folder)
         if not self._report.write(state, durable=True):
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
         if self._prepared is not None:
@@ -185,8 +185,8 @@ class RunFiles:
         self._models.add(place)
         fill_card(place, Path(config.output_dir))
 
-    def check_ours(self, what: Path) -> None:
-        """Refuses to write what does not belong into the folder of the run that took this one's place."""
+    def ensure_ours(self, what: Path) -> None:
+        """Refuses to write into the folder of a run that took this one's place; claims anew what is gone."""
         if self.folder is not None and not still_ours(self.folder.path, self.mark.run_id):
             raise SaveError(
                 f"{what} was not saved: the folder now belongs to run {known_run(self.folder.path).get('run_id')}, for "
@@ -197,7 +197,7 @@ class RunFiles:
     def write(self, name: str, text: str) -> None:
         """Puts a further file into the folder, and remembers that it is the run's."""
         path = Path(self._config.output_dir) / name
-        self.check_ours(path)
+        self.ensure_ours(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
         known = {} if self.folder is None else known_run(self.folder.path)

@@ -117,9 +117,21 @@ def _reference_kl(inputs: LossInputs, ratios: Ratios) -> Tensor:
         raise ConfigError(f"`beta` is {beta} but there are no reference log-probs. Score the reference, or set beta=0.")
     gap_BT = inputs.ref_logprobs_BT - inputs.logprobs_BT
     # where nothing else has a gradient, optimizers and merges would make whole steps of rounding
-    gap_BT = gap_BT * gap_BT.detach().abs().gt(torch.finfo(gap_BT.dtype).eps ** 0.75)
+    gap_BT = gap_BT * beyond_rounding(gap_BT)
     kl_BT = gap_BT.exp() - gap_BT - 1
     return kl_BT * ratios.ratio if ratios.settings.use_bias_correction_kl else kl_BT
+
+
+def beyond_rounding(gap_BT: Tensor) -> Tensor:
+    """Marks log-probs that differ by more than rounding: ``|gap| > eps^0.75``, 6e-6 in float32.
+
+    Args:
+        gap_BT: (B, T), nats.
+
+    Returns:
+        (B, T) bool.
+    """
+    return gap_BT.detach().abs().gt(torch.finfo(gap_BT.dtype).eps ** 0.75)
 
 
 def off_policy_mask(

@@ -19,6 +19,7 @@ from memsafe_rl.ops.losses.core import (
     Measures,
     Ratios,
     StepTokens,
+    beyond_rounding,
     clipped_surrogate,
     measure_clipping,
     register_loss,
@@ -116,7 +117,7 @@ def kl_cov_surrogate(ratios: Ratios) -> Tensor:
     if ratios.marks_BT is None:
         return losses
     # A token that has not moved has no slope; what rounding leaves of it would have one of either sign.
-    marks_BT = ratios.marks_BT * apart_BT.gt(torch.finfo(apart_BT.dtype).eps ** 0.75)
+    marks_BT = ratios.marks_BT * beyond_rounding(apart_BT)
     return losses + ratios.settings.kl_cov_coef * marks_BT * apart_BT
 
 
