@@ -14,7 +14,9 @@ from torch import Tensor
 TIE_GAP = 1e-4
 """Nats; logits move by less than half of this when fp32 rows are batched differently."""
 
-_TILE_ELEMENTS = 1 << 21
+_TILE_ELEMENTS, _TILE_ROWS = 1 << 21, 32
+"""Most logits whose exponentials are there at once, and most rows: what many rows save pays for noise made ahead."""
+
 _GAMMA, _MIX_1, _MIX_2 = (
     constant - (1 << 64) for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -226,7 +228,7 @@ def _block_sums(logits_BV: Tensor, temperature: float) -> tuple[Tensor, int]:
     """Sums the exponentials of each block, (B, N) logarithms, a few rows at a time; returns a block's width too."""
     vocab = logits_BV.shape[1]
     width = _block_width(vocab)
-    rows = max(1, _TILE_ELEMENTS // vocab)
+    rows = max(1, min(_TILE_ROWS, _TILE_ELEMENTS // vocab))
     tiles = [_tile_sums(_scaled(tile, temperature), width) for tile in torch.split(logits_BV, rows)]
     return (tiles[0] if len(tiles) == 1 else torch.cat(tiles)), width
 
