@@ -46,7 +46,7 @@ MACHINE = Environment(
     variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"},
     versions={"torch": "2.13.0+cu130", "accelerate": "1.15.0", "bitsandbytes": "0.50.2"},
     requirements=("torch>=2.11", "accelerate>=1.13"),
-    optional=("bitsandbytes>=0.49",),
+    optional=("bitsandbytes>=0.50",),
     backend="cuda",
     usable_gpus=2,
     cards=(card("NVIDIA H100", 79 * GIB), card("NVIDIA H100", 79 * GIB)),
