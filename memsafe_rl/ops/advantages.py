@@ -224,7 +224,8 @@ def estimated_advantages(
         normal_FPG = _centred(groups_FPG) / (_nanstd(groups_FPG) + _EPSILON)
         sums_B = _weighted_sum(normal_FPG.view(len(weights_F), -1).t(), weights_F, unscored_B)
         std = _nanstd(sums_B)
-        advantages_B = _centred(sums_B) / (std + _EPSILON)
+        # Their mean is 0 but for rounding, of which an equal group is to have no advantage.
+        advantages_B = _centred(sums_B).masked_fill(sums_B == 0, 0.0) / (std + _EPSILON)
     std_B = std.expand(groups_PG.shape).reshape(-1)
     return AdvantageResult(advantages_B.nan_to_num(nan=0.0).float(), rewards_B.float(), std_B.float(), unscored_B)
 

@@ -86,8 +86,10 @@ def adaptive_entropy_coef(
         maximum: greatest coefficient.
 
     Returns:
-        The state after; `applied_entropy_coef` says what the next step uses.
+        The state after; `applied_entropy_coef` says what the next step uses. NaN, of no action, leaves it.
     """
+    if math.isnan(entropy):
+        return control
     coef = min(control.coef + delta, maximum) if entropy <= target else max(control.coef - delta, minimum)
     return EntropyControl(coef, entropy)
 

@@ -329,8 +329,8 @@ class Learner:
     def _sync_reference(self, step: int) -> None:
         """Moves the reference towards the model every so often (Gorbatovski et al. 2024, TR-DPO, eq. 4)."""
         config, reference = self._config, self._setup.reference_model
-        due = (step + 1) % config.ref_model_sync_steps == 0
-        if config.sync_ref_model and due and reference is not None:
+        if config.sync_ref_model and (step + 1) % config.ref_model_sync_steps == 0:
+            assert reference is not None, "a run without one is refused"
             mix = ReferenceMix(reference, self._setup.model, config.ref_model_mixup_alpha)
             self._repeat(Stage.COMMIT, mix.finish)
 

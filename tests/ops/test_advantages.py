@@ -81,6 +81,16 @@ def test_equal_rewards_give_exactly_zero(scale):
     assert not result.advantages_B.any()
 
 
+def test_an_equal_group_stays_at_exactly_zero_beside_others_normalised_first():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        others = torch.rand(8, 2, generator=generator)
+        rewards = torch.cat([others, torch.tensor([[0.1, 1 / 3]]).expand(4, 2)])
+        result = advantages(rewards, group_size=4, weights=torch.tensor([0.7, 0.2]), aggregation="normalize_then_sum")
+        assert result.advantages_B[:8].all()
+        assert not result.advantages_B[8:].any()
+
+
 def test_groups_of_one():
     result = advantages(column(1.0, 3.0), group_size=1)
     assert not result.advantages_B.any()

@@ -329,6 +329,7 @@ def test_adaptive_entropy_coefficient_by_hand():
         applied.append(applied_entropy_coef(control, 0.2))
     assert coefs == pytest.approx([0.0, 0.005, 0.01, 0.01, 0.005, 0.01])
     assert applied == pytest.approx([0.0, 0.005, 0.01, 0.01, 0.0, 0.01])
+    assert adaptive_entropy_coef(control, math.nan, **steer) == control  # a step that counts no token says nothing
 
 
 @pytest.mark.parametrize(

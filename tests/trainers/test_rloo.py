@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,10 @@ def test_advantages_by_hand(tmp_path: Path) -> None:
     scores = 2 - 0.5 * 0.75, 1 + 0.5 * 0.5
     assert found.advantages.tolist() == pytest.approx([scores[0] - scores[1], scores[1] - scores[0], 0.0])
     assert metrics["kl"] == pytest.approx((0.75 - 0.5) / 3)
+    assert metrics["frac_reward_zero_std"] == 0.0
+    free = replace(trajectory, ref_logprobs=None)  # 5 and 2 are both 2 within the bounds: nothing is to be learnt
+    metrics = leave_one_out_advantages(config).assign(free, torch.tensor([5.0, 2.0, 3.0]), 3)[1]
+    assert metrics["frac_reward_zero_std"] == 1.0
 
 
 BATCH: dict[str, Any] = {"per_device_train_batch_size": 3, "use_cpu": True}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
@@ -366,6 +366,23 @@ def test_the_synced_reference_moves_by_the_mixture(tmp_path: Path) -> None:
     references = before, trainer.setup.reference_model.parameters(), trainer.model.parameters()
     for old, new, model in zip(*references, strict=True):
         assert torch.allclose(new, 0.75 * old + 0.25 * model, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", ["a config", "an adapter"])
+def test_a_reference_that_cannot_follow_is_not_to_be_synced(given: str, tmp_path: Path) -> None:
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    more = {"peft_config": lora} if given == "a config" else {"model": get_peft_model(tiny_model(), lora)}
+    with pytest.raises(ConfigError, match="sync_ref_model is True, but the reference of an adapter"):
+        make_trainer(tmp_path, sync_ref_model=True, beta=0.1, **more)
+
+
+def test_a_record_of_several_steps_has_the_last_count_of_tokens(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logging_steps=2, max_steps=4)
+    trainer.train()
+    counts = {record["step"]: record["num_tokens"] for record in trainer.history if "num_tokens" in record}
+    logged = [record["num_tokens"] for record in trainer.state.log_history if "num_tokens" in record]
+    assert logged == [counts[2], counts[4]]
+    assert counts[1] < counts[2] < counts[3] < counts[4]
 
 
 def test_adaptive_entropy_steps_once_a_step(tmp_path: Path) -> None:

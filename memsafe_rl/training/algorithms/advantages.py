@@ -361,7 +361,7 @@ def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tens
 
     Sums and means are in float64; a row that no reward function scored is left out, and its advantage is 0.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     scores_B = rewards_B.double()
     if config.reward_clip_range is not None:
         scores_B = scores_B.clamp(*config.reward_clip_range)
@@ -370,11 +370,10 @@ def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tens
         gaps = Ragged(trajectory.old_logprobs.flat - trajectory.ref_logprobs.flat, trajectory.actions.lengths)
         kl_B = (gaps.pad(rows, 0).double() * trajectory.loss_mask.pad(rows, 0)).sum(1)
         scores_B = scores_B - config.beta * kl_B
-        metrics = {
-            "kl": float(kl_B.sum()) / max(1, sum(trajectory.counted_actions)),
-            "objective/kl": float(kl_B.mean()),
-        }
+        metrics["kl"] = float(kl_B.sum()) / max(1, sum(trajectory.counted_actions))
+        metrics["objective/kl"] = float(kl_B.mean())
     advantages_PG = leave_one_out(scores_B.view(-1, group_size))
+    metrics["frac_reward_zero_std"] = (advantages_PG == 0).all(1).double().mean().item()
     if config.normalize_advantages:
         advantages_PG = normalised_in_batch(advantages_PG)
     advantages_B = advantages_PG.reshape(-1).nan_to_num(nan=0.0).float()

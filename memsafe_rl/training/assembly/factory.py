@@ -184,6 +184,7 @@ def build_setup(
     check = check or check_adapter
     with recovery.tracker.phase(Phase.LOAD):
         loaded = (load or _load)(inputs, machine)
+        refusal.when(config.sync_ref_model and loaded.reference_model is None, "sync_ref_model/adapter")
         trained = ((name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad)
         halved = next((name for name, weight in trained if weight.dtype == torch.float16), None)
         refusal.when(halved, "float16", name=halved)

@@ -84,10 +84,10 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
 
 
 def averages(pending: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """Averages each metric over the steps that had it, leaving NaN out."""
+    """Averages each metric over the steps that had it, leaving NaN out; of what counts on, the last."""
     means: dict[str, float | None] = {}
     for name, values in pending.items():
-        known = [value for value in values if not math.isnan(value)]
+        known = [value for value in values if not math.isnan(value)][-1 if name == "num_tokens" else 0 :]
         means[name] = sum(known) / len(known) if known else None
     return means
 
