@@ -79,14 +79,15 @@ def adaptive_entropy_coef(
 
     Args:
         control: the state before.
-        entropy: nats, mean over the actions that the bonus saw, over the whole step and all ranks.
+        entropy: nats, mean over the actions that the bonus saw, over the whole step and all ranks; NaN where there was
+            none, which changes nothing.
         target: nats.
         delta: size of a move.
         minimum: least coefficient.
         maximum: greatest coefficient.
 
     Returns:
-        The state after; `applied_entropy_coef` says what the next step uses. NaN, of no action, leaves it.
+        The state after; `applied_entropy_coef` says what the next step uses.
     """
     if math.isnan(entropy):
         return control
