@@ -2,7 +2,8 @@
 
 Temporaries inside CPU kernels are measured with torch 2.13, those that follow from the processor where they are asked
 for. Those of CUDA's are what their sources allocate: `mha_bwd` of FlashAttention 2, `_efficient_attention_backward`
-and, compared with an H200, `setReduceConfig` of `Reduce.cuh`. What its libraries hold is read from PyTorch's source.
+and, compared with an H200, `setReduceConfig` of `Reduce.cuh` and `launch_stable_sort_kernel` of `SortStable.cu`. What
+its libraries hold is read from PyTorch's source.
 """
 
 from __future__ import annotations
@@ -73,6 +74,22 @@ def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     common = functools.reduce(torch.promote_types, {one.dtype for one in (*taken, result)})
     cast = [*taken, result] if result is args[0] else taken
     return int(sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize)
+
+
+_SORTED_IN_PLACE, _FEW_ROWS, _ALONE = 4096, 128, 10**6
+"""Longest rows that CUDA sorts in place, rows that are too many to be sorted as one, and rows long enough to be alone."""
+_PLACE_BYTES = 8
+"""Of a number's place, while it is sorted."""
+
+
+def sort_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Counts what a CUDA sort along the last axis holds: places of the numbers, and as much as it sorts, for CUB."""
+    if not func.name().startswith("aten::sort") or (length := args[0].shape[-1]) <= _SORTED_IN_PLACE:
+        return 0
+    number, pair = args[0].numel(), args[0].itemsize + _PLACE_BYTES
+    if length == number or length >= _ALONE:
+        return int(length * (_PLACE_BYTES + pair))
+    return int(number * (_PLACE_BYTES + pair * (2 if number < _FEW_ROWS * length else 1)))
 
 
 _ADDED_UP = (*_SUMS, "aten::linalg_vector_norm")

@@ -26,7 +26,7 @@ from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, Cac
 from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.memory.simulated.ledger import DEVICE_OF, StorageLedger, tensors_in
-from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured, reduction_bytes
+from memsafe_rl.memory.simulated.workspaces import WORKSPACES, cast_bytes, is_measured, reduction_bytes, sort_bytes
 from memsafe_rl.models.language.kernels import Kernel, kernel_for
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -320,7 +320,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _MEMO.inside[key] = inside
             self._memory.ledger.see_workspace(_MEMO.inside[key])
         else:
-            self._memory.ledger.see_workspace(reduction_bytes(func, args, result, self._card))
+            inside = sort_bytes(func, args, result) or reduction_bytes(func, args, result, self._card)
+            self._memory.ledger.see_workspace(inside)
         return result
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
+from memsafe_rl.accounting import device_type_of
 from memsafe_rl.models.language.base import is_encoder_decoder
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.models.module_state import quiet_peft
@@ -61,6 +62,9 @@ def fake_language_model(
                     model.requires_grad_(False)
         for layer in layers:
             _quantise(layer, quantization_config)
+        for module in model.modules():
+            if hasattr(module, "_cast_input_dtype") and any(module.base_layer is layer for layer in layers):
+                _take_as_autocast_does(module)
     give_fake_weights(model)
     return model.eval()
 
@@ -145,6 +149,7 @@ def _quantise(layer: nn.Linear, settings: Any) -> None:
         layer.register_buffer("absmax", torch.empty(scales, dtype=torch.uint8))
         layer.register_buffer("absmax_scales", torch.empty(-(-scales // _SCALES_BLOCK)))
         layer.register_buffer("absmax_code", torch.empty(256))
+        layer.register_buffer("absmax_offset", torch.empty(1))
     else:
         layer.register_buffer("absmax", torch.empty(scales))
 
@@ -156,3 +161,14 @@ def _quantise(layer: nn.Linear, settings: Any) -> None:
     layer.forward = forward  # type: ignore[method-assign, assignment]
     # as of a layer that unpacks its own weight, for which a DoRA asks
     vars(layer).update(W_q=layer.weight, dequantize=lambda: layer.weight.new_empty(shape, dtype=plain))
+
+
+def _take_as_autocast_does(adapter: Any) -> None:
+    """Has an adapter of a 4-bit layer leave inputs to CUDA's autocast, as PEFT's for bitsandbytes does."""
+    cast = adapter._cast_input_dtype  # PEFT's does not ask whether a CPU's autocast is on
+
+    def take(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+        leaves = device_type_of(inputs) == "cuda" and torch.is_autocast_enabled("cpu")
+        return inputs if leaves else cast(inputs, dtype)
+
+    adapter._cast_input_dtype = take

@@ -13,6 +13,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/histc.h>
+#include <ATen/ops/sort.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -20,6 +21,7 @@
 
 #include <cstring>
 #include <set>
+#include <tuple>
 #include <unordered_set>
 
 #include "device.h"
@@ -409,6 +411,23 @@ Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& least, const at
   return to_device(at::histc(is_whole ? numbers.to(at::kDouble) : numbers, bins, least, most).to(self.scalar_type()));
 }
 
+// CUDA's sort of long rows holds places of the numbers, and CUB's buffers (`launch_stable_sort_kernel`).
+std::tuple<Tensor, Tensor> sort_stable(const Tensor& self, std::optional<bool> stable, int64_t dim, bool descending) {
+  constexpr int64_t kInPlace = 4096, kFewRows = 128, kAlone = 1000000, kPlace = 8;
+  const c10::DeviceGuard guard(self.device());
+  count(operators(), "aten::sort");
+  launch("aten::sort", {self}, {});
+  const auto [values, places] = at::sort(host_alias(self), stable, dim, descending);
+  const std::tuple<Tensor, Tensor> sorted{to_device(values), to_device(places)};
+  const int64_t length = self.dim() == 0 ? 1 : self.size(dim), number = self.numel(), pair = self.itemsize() + kPlace;
+  if (length > kInPlace && number > 0) {
+    const bool alone = number == length || length >= kAlone;
+    const int64_t pairs = !alone && number / length < kFewRows ? 2 : 1;
+    empty_on_device({(alone ? length : number) * (kPlace + pairs * pair)}, {1}, at::kByte);
+  }
+  return sorted;
+}
+
 // CUDA's softmax reads float16 and gives float32 at once; on a CPU that is a copy and another kernel.
 constexpr char kSoftmax[] = "aten::_softmax", kSoftmaxBackward[] = "aten::_softmax_backward_data";
 constexpr char kLogSoftmax[] = "aten::_log_softmax", kLogSoftmaxBackward[] = "aten::_log_softmax_backward_data";
@@ -468,6 +487,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", &record_stream);
   m.impl("addmm.dtype", &addmm_dtype);
   m.impl("histc", &histc);
+  m.impl("sort.stable", &sort_stable);
   m.impl("addmm.dtype_out", &addmm_dtype_out);
   m.impl("_softmax", &softmax<kSoftmax, &at::_softmax>);
   m.impl("_log_softmax", &softmax<kLogSoftmax, &at::_log_softmax>);
