@@ -49,8 +49,7 @@ class DecodeState(Protocol):
             rows: indices of the rows wanted, with repeats.
 
         Returns:
-            A cache of these rows. This one must not be used afterwards, unless the adapter ``joins`` and the rows have
-            drawn nothing.
+            A cache of these rows. This one is spent then, unless the adapter ``joins`` and the rows have drawn nothing.
         """
 
     def join(self, other: Self) -> Self:

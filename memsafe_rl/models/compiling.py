@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 MODE: ContextVar[str | None] = ContextVar("mode of torch.compile that a plan asks for; None for none", default=None)
 
 FORMS = 8
-"""Most forms of one function that are compiled: one row and many, adapters on and off, two kinds of layer; then it runs
-as it is."""
+"""Most compiled forms of a function (one row, many; adapters on, off; two kinds of layer); then it runs as it is."""
 
 _BOUND = {"recompile_limit": FORMS, "isolate_recompiles": True}
 if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:

@@ -66,8 +66,7 @@ def gaussian_kl(distribution: GaussianDistribution) -> Tensor:
 
     Fan et al. 2023, DPOK, arXiv:2305.16381, sec. 4: both steps have the scheduler's variance. For rectified flow as an
     SDE it is ``dt / 2 · (s (1 - t) / (2 t) + 1 / s)^2 · ||v - v_ref||^2`` with ``sigma = s · sqrt(dt)`` (Liu et al.
-    2025, Flow-GRPO, arXiv:2505.05470, sec. 4). Equals `torch.distributions.kl_divergence`, reduced; 0 where sigma
-    is 0.
+    2025, Flow-GRPO, arXiv:2505.05470, sec. 4). Equals `torch.distributions.kl_divergence`, reduced; 0 if sigma is 0.
 
     Args:
         distribution: M entries, with ``reference_means``.

@@ -1,7 +1,6 @@
 """Proof on the user's own model: one step under the plain plan, the chosen plan, and the chosen plan with failures.
 
-Nothing of it is left behind: no weight moves, no reward function is called, and the run that follows is bit for bit
-the run without it.
+Nothing is left behind: no weight moves, no reward function is called, and the run is bit for bit the one without it.
 """
 
 from __future__ import annotations

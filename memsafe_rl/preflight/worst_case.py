@@ -75,8 +75,7 @@ class Longest:
     prompt: tuple[int, ...]  # token ids of the longest prompt
     completion_tokens: int  # longest completion, in tokens
     source: str  # how the prompt's length is known, for people
-    # lengths of the longest prompts there are, the longest first, as many as a rollout has; empty where only the
-    # longest one is known
+    # lengths of the longest prompts, as many as a rollout has, the longest first; empty where only that is known
     longest_prompts: tuple[int, ...] = ()
     rollout: int | None = None  # index of the run's rollout whose prompts these are, in its order; None: of any
 

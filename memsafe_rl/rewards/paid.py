@@ -90,8 +90,7 @@ class PaidReward:
         judge: called with ``prompt``, ``completion`` and those columns of the dataset that it names, by keyword; gives
             a number, None for no reward, or a pair of one of these and what the call cost. Async, or run in threads.
         cache: the file of answers; several processes may share it. None keeps them for this object only.
-        version: belongs to the question. Change it with the judge's model or instructions, and answers of before do not
-            count.
+        version: belongs to the question. Change it with the judge's model or instructions, so that all is asked anew.
         ask: how the judge is asked.
 
     Raises:

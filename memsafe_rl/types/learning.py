@@ -76,8 +76,7 @@ class TokenScores:
 
     logprobs_BT: Tensor  # (B, T) at least float32, nats; 0 in padding
     entropies_BT: Tensor | None = None  # (B, T) at least float32, nats; 0 in padding; None if not asked for
-    # (B, T) at least float32, nats; the KL to the reference in closed form, where there is one and it was asked for;
-    # None elsewhere
+    # (B, T) at least float32, nats; the KL to the reference in closed form; None if there is none, or not asked for
     kl_BT: Tensor | None = None
     # (B, T) at least float32, a critic's values from the same forward; 0 in padding; None without one
     values_BT: Tensor | None = None
@@ -137,8 +136,7 @@ class LossInputs:
     logprobs_BT: Tensor  # (B, T), at least float32, nats, with gradient
     advantages_B: Tensor  # (B,) or (B, T)
     mask_BT: Tensor  # (B, T), 1 where an action counts
-    # like ``logprobs_BT``, without gradient; None on the first update after a rollout, where the old log-probs are the
-    # current ones, detached
+    # like ``logprobs_BT``, without gradient; None for the current ones, as on the first update after a rollout
     old_logprobs_BT: Tensor | None = None
     ref_logprobs_BT: Tensor | None = None  # (B, T), nats, None without a reference
     # (B, T), nats, of the sampler, for the off-policy mask; None: the old ones serve

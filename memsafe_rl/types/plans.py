@@ -167,8 +167,7 @@ class RolloutWork:
     max_new_tokens: int  # longest completion, in tokens, or denoising steps
     geometry: ModelGeometry  # sizes of the network that samples
     scored: bool = False  # whether a pass for reference or old log-probs follows
-    # int, bytes of the caches of all rows at their longest, every role's, which could wait between turns; 0 where a
-    # completion is one turn
+    # int, bytes of all rows' caches at their longest, every role's, to wait between turns; 0 where there is one turn
     kept_bytes: int = 0
 
     @property
@@ -274,8 +273,7 @@ class UpdatePlan:
         logprob_tile: completion tokens whose logits exist at the same time.
         checkpointing: recompute each block's activations in the backward pass.
         offload_activations: keep saved activations in host memory.
-        pack_prompts: one copy of a prompt for all its completions; ``micro_batch_tokens`` then counts it once, and
-            nothing is padded.
+        pack_prompts: one copy of a prompt for all its completions, counted once by ``micro_batch_tokens``; no padding.
         trajectory_device: "device" or "host": where the trajectory waits between micro-batches.
         park_optimizer: keep the optimizer state in host memory outside the commit.
         resident_blocks: as in `RolloutPlan`.

@@ -64,13 +64,11 @@ class SamplingSettings:
     # the tokens one of which is drawn last at ``max_new_tokens``, empty for no force
     forced_eos_token_ids: tuple[int, ...] = ()
     remove_invalid_values: bool = False  # replace NaN and infinite logits by finite ones before drawing
-    # completion tokens after which the logit of an eos grows, and the factor by which it grows each token; None for
-    # never
+    # completion tokens after which the logit of an eos grows, and the factor by which it grows each token; None: never
     exponential_decay_length_penalty: tuple[int, float] | None = None
     suppress_tokens: tuple[int, ...] = ()  # tokens that are never drawn
     begin_suppress_tokens: tuple[int, ...] = ()  # tokens that are not drawn first
-    # further processors, called as transformers calls them, ``(input_ids, scores) -> scores``; each must treat a row as
-    # if it were alone
+    # further processors, called as transformers calls them, ``(input_ids, scores) -> scores``, for each row by itself
     logits_processor: tuple[Any, ...] = ()
     stops: TextStops | None = None  # strings that end a completion, None for none
     # most tokens drawn of a completion in one call, so that it may be continued later; None for no limit

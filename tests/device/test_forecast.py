@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, packed, own heads": {"packs": True, "bf16": True, "arch": "gpt2"},
     "bf16, recomputed, LoRA": {"packs": False, "bf16": True, "rank": 4, "beta": 0.1, "num_iterations": 2},
     "bf16, packed, experts": {"packs": True, "bf16": True, "family": "qwen3_moe"},
+    "float32, long rows sorted": {"packs": True, "vocab": 9000, "top_p": 0.9},
     "float32, position bias": {"packs": False, "checkpoints": False, "family": "t5"},
 }
 SIZES = Sizes(vocab=600, heads=4, key_heads=2, head_dim=32, inner=256, layers=1, tied=True)
@@ -34,9 +35,8 @@ def test_a_run_holds_what_was_said(name: str, tmp_path: Path, cuda: Pretend) -> 
     if (family := case.pop("family", None)) is not None:
         save_network(FAMILIES[family](SIZES), str(tmp_path))
     else:
-        tiny_model(case.pop("arch", "qwen3"), vocab_size=2000, layers=2, hidden=128, positions=512).save_pretrained(
-            tmp_path
-        )
+        sizes = {"vocab_size": case.pop("vocab", 2000), "layers": 2, "hidden": 128, "positions": 512}
+        tiny_model(case.pop("arch", "qwen3"), **sizes).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     given = {
         "train_dataset": prompts(length=100),

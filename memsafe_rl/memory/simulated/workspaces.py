@@ -76,15 +76,13 @@ def cast_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
     return int(sum(one.numel() for one in cast if one.dtype is not common) * common.itemsize)
 
 
-_SORTED_IN_PLACE, _FEW_ROWS, _ALONE = 4096, 128, 10**6
-"""Longest rows that CUDA sorts in place, rows that are too many to be sorted as one, and rows long enough to be alone."""
-_PLACE_BYTES = 8
-"""Of a number's place, while it is sorted."""
+_PLACE_BYTES, _IN_PLACE, _FEW_ROWS, _ALONE = 8, 4096, 128, 10**6
+"""Of a number's place; longest rows sorted in place; from how many rows on, and from which length, CUDA sorts each."""
 
 
-def sort_bytes(func: Any, args: Sequence[Any], result: Any) -> int:
+def sort_bytes(func: Any, args: Sequence[Any]) -> int:
     """Counts what a CUDA sort along the last axis holds: places of the numbers, and as much as it sorts, for CUB."""
-    if not func.name().startswith("aten::sort") or (length := args[0].shape[-1]) <= _SORTED_IN_PLACE:
+    if not func.name().startswith("aten::sort") or (length := args[0].shape[-1]) <= _IN_PLACE:
         return 0
     number, pair = args[0].numel(), args[0].itemsize + _PLACE_BYTES
     if length == number or length >= _ALONE:

@@ -139,8 +139,7 @@ def off_policy_mask(
 ) -> Tensor:
     """Drops rows of negative advantage that the model has moved away from (DeepSeek-V3.2, arXiv:2512.02556).
 
-    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``; a NaN log-prob of the sampler counts as no
-    difference.
+    ``keep = A >= 0 or mean_t(log pi_sampler - log pi) <= threshold``; a NaN of the sampler counts as no difference.
 
     Args:
         advantages: (B, 1) or (B, T).
@@ -349,8 +348,7 @@ class Loss:
             None for a loss that needs none.
 
     Raises:
-        ConfigError: If the name is no text, ``function``, ``measure`` or ``mark`` is no function, or ``metrics`` is no
-            mapping.
+        ConfigError: The name is no text, ``metrics`` no mapping, or ``function``, ``measure`` or ``mark`` no function.
     """
 
     name: str

@@ -320,7 +320,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _MEMO.inside[key] = inside
             self._memory.ledger.see_workspace(_MEMO.inside[key])
         else:
-            inside = sort_bytes(func, args, result) or reduction_bytes(func, args, result, self._card)
+            inside = sort_bytes(func, args) or reduction_bytes(func, args, result, self._card)
             self._memory.ledger.see_workspace(inside)
         return result
 

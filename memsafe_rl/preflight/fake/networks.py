@@ -63,7 +63,7 @@ def fake_language_model(
         for layer in layers:
             _quantise(layer, quantization_config)
         for module in model.modules():
-            if hasattr(module, "_cast_input_dtype") and any(module.base_layer is layer for layer in layers):
+            if hasattr(module, "_cast_input_dtype") and hasattr(module.base_layer, "W_q"):
                 _take_as_autocast_does(module)
     give_fake_weights(model)
     return model.eval()
@@ -164,8 +164,8 @@ def _quantise(layer: nn.Linear, settings: Any) -> None:
 
 
 def _take_as_autocast_does(adapter: Any) -> None:
-    """Has an adapter of a 4-bit layer leave inputs to CUDA's autocast, as PEFT's for bitsandbytes does."""
-    cast = adapter._cast_input_dtype  # PEFT's does not ask whether a CPU's autocast is on
+    """Has an adapter of a 4-bit layer leave inputs to CUDA's autocast, as PEFT's does (it never asks a CPU's)."""
+    cast = adapter._cast_input_dtype
 
     def take(inputs: Tensor, dtype: torch.dtype) -> Tensor:
         leaves = device_type_of(inputs) == "cuda" and torch.is_autocast_enabled("cpu")

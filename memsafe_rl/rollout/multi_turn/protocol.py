@@ -147,8 +147,7 @@ class Step:
             rest. `Environment.reward` gives the whole.
 
     Raises:
-        DataError: failures are no number of calls, the reward is not finite, or done is a text, which would always be
-            true.
+        DataError: failures are no number of calls, the reward is not finite, or done is a text, which is always true.
     """
 
     observation: Observation = None
@@ -202,8 +201,7 @@ class Environment(ABC):
             example: the dataset's row.
 
         Returns:
-            What the agent sees besides the row's prompt: a text goes behind the prompt's last message, messages follow
-            it.
+            What the agent sees besides the row's prompt: a text goes behind its last message, messages follow it.
         """
 
     @abstractmethod

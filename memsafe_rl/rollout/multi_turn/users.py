@@ -37,8 +37,7 @@ class CallableUser(User):
     Args:
         reply: the function, sync or async.
         stops: strings that end the episode.
-        blocking: whether the function blocks, as a request does: it is called in a thread then, those of all episodes
-            at the same time.
+        blocking: whether the function blocks, as a request does: then each episode calls it in a thread of its own.
         patience: how long an async function is waited for; one that took longer every time ends the episode as
             truncated where `gives_none`, else the run.
 

@@ -2,8 +2,7 @@
 
 A row is found again by its place in the rollout, and is read on from the last token that its new context has in common
 with what was kept. Rows belong to the network and the adapters under which they were read, and to the weights as they
-were: under any others they are not there. What is kept never exceeds the bytes that a plan allows, and a failed attempt
-frees all of it.
+were: under any others they are not there. It never exceeds the bytes that a plan allows; a failed attempt frees it all.
 """
 
 from __future__ import annotations

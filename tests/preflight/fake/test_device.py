@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -100,6 +101,41 @@ def test_a_4_bit_base_holds_half_a_byte_a_weight_and_its_scales() -> None:
         assert packed(input_ids=ids).logits.shape == (2, 5, config.vocab_size)
     with fake_device(), pytest.raises(ConfigError, match="Only 4-bit bases"):
         fake_language_model(config, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("cuda", torch.bfloat16), ("cpu", torch.float32)])
+def test_an_adapter_of_a_4_bit_layer_leaves_its_inputs_to_cuda_autocast(
+    kind: str, taken: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT's own does, which asks whether CUDA's autocast is on: on an H200 an update held 13 % less for it."""
+    lora, seen = LoraConfig(r=4, target_modules=["q_proj"]), list[torch.dtype]()
+
+    def note(adapted: Any, *, autocast: bool) -> torch.dtype:
+        layer = next(one for one in adapted.modules() if hasattr(one, "lora_A"))
+        handle = layer.lora_A["default"].register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            layer(torch.ones(3, 64, dtype=torch.bfloat16))
+        handle.remove()
+        return seen.pop()
+
+    settings = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16)
+    with fake_device(stands_for=kind):
+        fake = fake_language_model(
+            tiny_config("qwen3", layers=1, hidden=64),
+            dtype=torch.bfloat16,
+            peft_config=lora,
+            quantization_config=settings,
+        )
+        assert note(fake, autocast=True) is taken
+        assert note(fake, autocast=False) is torch.float32
+    layers = torch.nn.ModuleDict({"q_proj": bitsandbytes.nn.Linear4bit(64, 64, compute_dtype=torch.bfloat16)})
+    layers.is_loaded_in_4bit = True  # or PEFT takes them for plain layers
+    real = get_peft_model(layers.to("cpu"), lora)
+    if kind == "cuda":
+        asked = torch.is_autocast_enabled
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": asked(device))
+    assert note(real, autocast=True) is taken
+    assert note(real, autocast=False) is torch.float32
 
 
 def test_a_shallow_copy_has_a_block_of_each_kind() -> None:
