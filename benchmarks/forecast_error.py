@@ -1,13 +1,13 @@
 """How far is a forecast from what the run then holds?
 
     python -m benchmarks.forecast_error [--families qwen3 gpt2] [--quick]
-    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu|pretend] [--rarer]
+    python -m benchmarks.forecast_error --random 200 --seed 0 [--first 0] [--device cpu|pretend|cuda] [--rarer]
 
 Writes ``benchmarks/results/forecast_error.json``, or of 200 or more runs drawn at random ``forecast_random.json``; with
 those, the command ends with 1 where one of `Limits` is passed. Every setting is forecast on fake tensors, then really
-run, under an allocator that counts every byte or on the pretend CUDA device (docs/device.md), with completions forced
-to their full length. Networks are small, so
-that a run takes seconds; what is left out or counted wrongly weighs more in them than in large ones.
+run, under an allocator that counts every byte, on the pretend CUDA device (docs/device.md) or on a card, with
+completions forced to their full length. Networks are small, so that a run takes seconds; what is left out or counted
+wrongly weighs more in them than in large ones.
 """
 
 from __future__ import annotations
@@ -293,13 +293,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random runs")
     parser.add_argument("--first", type=int, default=0, help="number of the first random run")
     parser.add_argument("--rarer", action="store_true", help="random runs of families and features that few runs have")
-    parser.add_argument("--device", choices=("cpu", "pretend"), default="cpu", help="where random runs are made")
+    parser.add_argument("--device", choices=("cpu", "pretend", "cuda"), default="cpu", help="of random runs")
     parser.add_argument("--out", type=Path, help="where the figures go")
     given = parser.parse_args(arguments)
     if given.random is not None and given.random < 1:
         parser.error(f"--random is {given.random}; draw at least 1 run.")
-    if given.device == "pretend" and given.random is None:
-        parser.error("--device pretend is for random runs; write --random N too.")
+    if given.device != "cpu" and given.random is None:
+        parser.error(f"--device {given.device} is for random runs; write --random N too.")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA device here. Use cpu or pretend.")
     if given.device == "pretend" and not pretend.is_loaded():
         if reason := build.missing():
             parser.error(f"--device pretend: {reason}. Use cpu.")
@@ -383,7 +385,7 @@ def _run_random(given: argparse.Namespace) -> int:
         run = (draw_rarer if given.rarer else draw_run)(given.seed, index)
         with tempfile.TemporaryDirectory() as folder:
             save_network(run.network_config(), folder, run.dtype)
-            on_device = pretend.is_loaded()
+            on_device = given.device != "cpu"
             with patch.object(forecasting, "measured_speed", return_value=None):  # seconds are not asked for
                 found = beside(run, partial(run.trainer, Path(folder), use_cpu=not on_device), on_device=on_device)
         errors = dict(errors_of(found))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import json
 import sys
 import tempfile
@@ -52,7 +53,11 @@ Places = Iterator[tuple[int, str]]
 @cache
 def package() -> dict[Path, tuple[Any, ...]]:
     """Returns the nodes of every file's syntax tree, the module first."""
-    return {path: tuple(ast.walk(ast.parse(path.read_text()))) for path in modules(PACKAGE)}
+    gc.disable()  # CPython 3.11 fails to parse where a finalizer parses meanwhile (gh-106905)
+    try:
+        return {path: tuple(ast.walk(ast.parse(path.read_text()))) for path in modules(PACKAGE)}
+    finally:
+        gc.enable()
 
 
 def last_name(node: ast.AST) -> str:
