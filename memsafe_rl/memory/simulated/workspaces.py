@@ -82,7 +82,7 @@ _PLACE_BYTES, _IN_PLACE, _FEW_ROWS, _ALONE = 8, 4096, 128, 10**6
 
 def sort_bytes(func: Any, args: Sequence[Any]) -> int:
     """Counts what a CUDA sort along the last axis holds: places of the numbers, and as much as it sorts, for CUB."""
-    if not func.name().startswith("aten::sort") or (length := args[0].shape[-1]) <= _IN_PLACE:
+    if not func.name().startswith("aten::sort") or (length := math.prod(args[0].shape[-1:])) <= _IN_PLACE:
         return 0
     number, pair = args[0].numel(), args[0].itemsize + _PLACE_BYTES
     if length == number or length >= _ALONE:

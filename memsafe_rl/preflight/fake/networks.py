@@ -63,7 +63,7 @@ def fake_language_model(
         for layer in layers:
             _quantise(layer, quantization_config)
         for module in model.modules():
-            if hasattr(module, "_cast_input_dtype") and hasattr(module.base_layer, "W_q"):
+            if hasattr(getattr(module, "base_layer", None), "W_q") and hasattr(module, "_cast_input_dtype"):
                 _take_as_autocast_does(module)
     give_fake_weights(model)
     return model.eval()

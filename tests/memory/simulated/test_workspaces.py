@@ -105,6 +105,7 @@ def test_a_sum_of_another_type_holds_a_copy_on_any_card(
 @pytest.mark.parametrize(
     ("shape", "dtype", "held"),
     [
+        ((), F32, 0),
         ((3, 4096), F32, 0),  # in place
         ((1, 5000), F32, 5000 * (8 + 4 + 8)),  # places, and CUB's numbers and places
         ((127, 5000), F32, 635_000 * (8 + 8 + 4 + 4 + 8)),  # places twice, numbers, and CUB's of both
