@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def foreseen(case: Case, size: Size) -> Record:
             "peft_config": None if case.lora is None else LoraConfig(r=case.lora, target_modules="all-linear"),
         }
         speed = measured_speed(DEVICE, size.dtype)
-        told = forecast_memory(folder, args, device_bytes=meter.total_bytes(), device="cuda", speed=speed, **given)
+        asked = replace(args, model_init_kwargs={"dtype": size.dtype})  # as the network below is made
+        told = forecast_memory(folder, asked, device_bytes=meter.total_bytes(), device="cuda", speed=speed, **given)
         driver_before = meter.unheld_bytes()
         reward = Timed()
         trainer = GRPOTrainer(random_network(config, size), reward, args=args, **given)

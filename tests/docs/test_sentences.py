@@ -159,6 +159,12 @@ def card_features() -> list[float]:
     return [len(runs), sum(one["faults"] for one in runs), min(apart), max(apart)]
 
 
+def card_in_bfloat16() -> list[float]:
+    (one,) = results("card_later")["full_bfloat16"].values()
+    assert abs(one["forecast_bytes"] + cublas_bytes({}, "9.0") - one["held_bytes"]) < MIB / 100
+    return [one["forecast_bytes"] / MIB, cublas_bytes({}, "9.0") / MIB, one["held_bytes"] / MIB]
+
+
 def card_in_4_bits() -> list[float]:
     (one,) = results("card_later")["four_bits"].values()
     held, own = one["held_bytes"]["update"], one["held_bytes"]["update"] - cublas_bytes({}, "9.0")
@@ -629,6 +635,7 @@ SENTENCES: list[tuple[str, str, Callable[[], Sequence[float]]]] = [
         "budget, # and # of TRL's time",
         card_later,
     ),
+    (FIGURES, "it is exact: # MiB and # are the # MiB that were held", card_in_bfloat16),
     (FIGURES, "held # MiB with cuBLAS's #, and # % more was forecast of its update; # % now", card_in_4_bits),
     (FIGURES, "# mixes of features that `benchmarks.random_features` draws", lambda: card_features()[:1]),
     (
