@@ -103,6 +103,7 @@ class EnvironmentPool:
         probed = [pool.take() for pool in self._pools.values()]
         own_tools = [tool for environment in probed for tool in listed_tools(environment.tools)]
         self.tools = [*offered, *(tool for tool in own_tools if tool not in offered)]  # of all that there are
+        self.latest: list[Any] | None = None  # those of the latest rollout's rows, as the user made them
         for environment in probed:
             if schemas := tool_schemas(environment.tools):
                 check_tools(Chat(tokenizer, config.chat_template_kwargs, reader.contexts(call)), schemas)
@@ -134,6 +135,8 @@ class EnvironmentPool:
                 example.pop("prompt", None)
                 prompt = prompt if isinstance(environment, MethodEnvironment) else None
             beginnings.append(Beginning(key, example, prompt, environment))
+        if self.has_environments:
+            self.latest = [_own(one.environment) for one in beginnings]
         return begin(beginnings, table)
 
     def table(

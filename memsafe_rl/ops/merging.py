@@ -32,8 +32,7 @@ _NOISE = 1e-5
 def gram_matrix(gradients: Sequence[Sequence[Tensor]]) -> Tensor:
     """Multiplies every gradient with every other: ``G[i, j] = <g_i, g_j>``, in float64.
 
-    Equals ``stack(flat) @ stack(flat).T`` of the gradients laid end to end in float64, with no more than two blocks of
-    them widened at a time.
+    Equals ``stack(flat) @ stack(flat).T`` of the gradients end to end in float64; two blocks at a time are widened.
 
     Args:
         gradients: K gradients, each a list of tensors of the same shapes in the same order.

@@ -100,8 +100,7 @@ def forecast_memory(
         The forecast; ``refusal`` says why where the run cannot fit.
 
     Raises:
-        ConfigError: the model has no config that can be read, the device has no bytes, or settings contradict each
-            other.
+        ConfigError: no config of the model can be read, the device has no bytes, or settings contradict each other.
     """
     total = parse_bytes(device_bytes) if isinstance(device_bytes, str) else device_bytes
     if isinstance(total, bool) or not isinstance(total, int) or total < 1:

@@ -40,8 +40,7 @@ class TimeoutPolicy:
     Args:
         timeout_seconds: longest call, in seconds; None for as long as it takes.
         retries: further calls of a function that took longer.
-        gives_none: whether a function that took longer every time leaves its rows without its reward (True) or ends
-            the run (False).
+        gives_none: whether a function that always took longer leaves its rows without its reward; else the run ends.
 
     Raises:
         ConfigError: the timeout is no number, or the retries are no whole one of at least 0.

@@ -227,8 +227,7 @@ class RolloutPlan:
 
     Args:
         rows_in_flight: sequences decoded together.
-        kv_bytes: int, bytes; cap on the key/value cache of the rows in flight, and of those that wait beside them; None
-            for no cap.
+        kv_bytes: int, bytes; cap on the key/value cache of rows in flight and those that wait beside them; None: none.
         kept_kv_bytes: int, bytes; as long as the caches of rows in flight and of episodes that wait for their next turn
             are no more together, the latter are kept; 0 keeps none, and each turn reads its context again.
         prefill_tokens: prompt tokens (padding included) read in one forward.

@@ -58,8 +58,7 @@ _SCORES_KEPT = 3
 _SCORES_AT_ONCE = 5
 """Copies of them where a layer is recomputed and runs backward."""
 _STATES_AT_ONCE = 5
-"""Tensors of a state's size in a denoising step besides the network's own: state, next state, mean, difference, and its
-square or noise."""
+"""Tensors of a state's size in a denoising step beside the network's: state, next, mean, difference, square/noise."""
 _STORED_BYTES = 8 + 8 + 1 + 3 * 4
 """Bytes of one stored token: its id, a share of its prompt's, its mask, and three log-probs."""
 
@@ -93,8 +92,7 @@ of common cards is worth 100 to 420 half-precision operations a byte (`preflight
 its tokens."""
 
 _FIXED_SHARE = 0.2
-"""Time of a full-speed piece that does not shrink with it: launches, and reading the weights. A guess, except for
-updates on a CPU."""
+"""Time of a full-speed piece that does not shrink with it: launches, reading weights. A guess but for CPU updates."""
 _CPU_UPDATE_SHARE = 0.1
 """The same for a CPU's micro-batches. On two cores each costs as much as about 50 further tokens, a tenth of 512, for a
 Qwen3 of 17 million parameters (48 to 52) and for SmolLM2-135M (51 to 53) alike, packed, with LoRA, in pieces of 128 to
@@ -120,8 +118,7 @@ _REDUCE_TOKENS = 2**11
 """Tokens of an update whose arithmetic takes as long as adding up whole float32 gradients over ranks: 4 bytes a weight
 at 65 GB a second, and 6 operations a weight and token at 2e14 a second. An estimate."""
 _CPU_REDUCE_TOKENS = 2**5
-"""The same between two processes of one CPU, over gloo: 3 to 80 tokens, 38 in the middle, with 6 and 21 million
-weights."""
+"""The same between two processes of one CPU, over gloo: 3 to 80 tokens, median 38, with 6 and 21 million weights."""
 _REDUCE_ALONE = 1.1
 """Adding them up once, at the end, where no backward runs beside it. A guess."""
 _LEAST_COST = 1.12

@@ -255,8 +255,7 @@ class Ratios:
         mask_BT: (B, T), 1 where an action counts.
         importance_weights: (B, T), (B, 1) or None, corrects another sampler.
         settings: the configuration.
-        entropy_mask_BT: (B, T), 1 where an action is among the most uncertain; None where all count. It multiplies
-            the loss besides.
+        entropy_mask_BT: (B, T), 1 where an action is among the most uncertain, else no loss; None where all count.
         marks_BT: (B, T), 1 where `Loss.mark` marked an action; None where nothing is marked.
     """
 
