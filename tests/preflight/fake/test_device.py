@@ -107,7 +107,7 @@ def test_a_4_bit_base_holds_half_a_byte_a_weight_and_its_scales() -> None:
 def test_an_adapter_of_a_4_bit_layer_leaves_its_inputs_to_cuda_autocast(
     kind: str, taken: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PEFT's own does, which asks whether CUDA's autocast is on: on an H200 an update held 13 % less for it."""
+    """As PEFT's own does, which asks whether CUDA's autocast is on: an update on an H200 was told 13 % too high."""
     lora, seen = LoraConfig(r=4, target_modules=["q_proj"]), list[torch.dtype]()
 
     def note(adapted: Any, *, autocast: bool) -> torch.dtype:
