@@ -302,9 +302,10 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator, or has its result made and counted as when it ran before."""
         mode = torch._C._get_dispatch_mode(_FAKE)
-        if self._memory is None or (mode is None and not any(type(one) is FakeTensor for one in args)):
+        mode = mode or next((one.fake_mode for one in args if type(one) is FakeTensor), None)
+        if self._memory is None or mode is None:
             return func(*args, **kwargs)  # true numbers are asked for
-        key = None if mode is None else _MEMO.key(func, args, kwargs)
+        key = _MEMO.key(func, args, kwargs)
         result = None if key is None else _MEMO.answer(key, args, mode, self._memory.ledger)
         if result is None:
             result = func(*args, **kwargs)
