@@ -61,6 +61,7 @@ def test_accumulation_changes_nothing_and_a_budget_is_kept(tmp_path: Path) -> No
         assert float((learnt - free).norm() / free.norm()) < 1e-4
 
 
+@pytest.mark.slow
 def test_epochs_over_chains_hold_one_chain_and_stop_by_their_kl(tmp_path: Path) -> None:
     def run(epochs: int, **settings: Any) -> tuple[Any, int]:
         with SimulatedMemory(2**30) as memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,11 @@ def rank_of(room: str) -> int:
 def modules(folder: Path) -> list[Path]:
     """Lists the Python files of a folder, sorted."""
     return sorted(folder.rglob("*.py"))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def room_of(path: Path) -> str:
@@ -112,18 +118,17 @@ def test_rooms_import_only_earlier_ranks(path: Path) -> None:
     room = room_of(path)
     if room:
         rank_of(room)
-        tree = ast.parse(path.read_text())
-        assert wrong_direction(room, imported(tree, package_of(path))) == []
+        assert wrong_direction(room, imported(tree_of(path), package_of(path))) == []
 
 
 @pytest.mark.parametrize("path", modules(PACKAGE), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_import_hides_in_a_function(path: Path) -> None:
-    assert hidden_imports(ast.parse(path.read_text()), package_of(path)) == []
+    assert hidden_imports(tree_of(path), package_of(path)) == []
 
 
 @pytest.mark.parametrize("path", modules(ROOT / "examples"), ids=lambda path: path.name)
 def test_examples_use_public_names_only(path: Path) -> None:
-    names = [name for _, name in imported(ast.parse(path.read_text()), package_of(path))]
+    names = [name for _, name in imported(tree_of(path), package_of(path))]
     private = [name for name in names if name.startswith("memsafe_rl.") and name.count(".") > 1]
     assert private == []
 

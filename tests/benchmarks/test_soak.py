@@ -33,6 +33,7 @@ def test_growth_is_noticed() -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_a_save_takes_is_timed(tmp_path: Path) -> None:
     tiny = {**saving.SIZES["small"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 32}
     found = {way: saving.Timed() for way in saving.WAYS}

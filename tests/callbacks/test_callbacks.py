@@ -81,6 +81,7 @@ def test_the_bar_tells_reward_length_and_peak(tmp_path: Path) -> None:
     assert "2/2" in said
 
 
+@pytest.mark.slow
 def test_off_a_terminal_every_log_is_one_line_and_so_is_an_evaluation(tmp_path: Path) -> None:
     console = screen()
     settings = {"max_steps": 5, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 4, "beta": 0.1}

@@ -169,13 +169,13 @@ class TestACheckpointThatCannotBeWritten:
     def resume(self, run: Path, callback: Any) -> None:
         trainer_in(run, callbacks=[callback]).train(resume_from_checkpoint=True)
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", FILES)
     def test_the_disk_gives_up_at_a_file(self, run: Path, whole: torch.Tensor, disk: Disk, name: str) -> None:
         put = lambda: disk.fails("fsync", f"*.part/{name}", errno.EIO)  # noqa: E731
         assert "Input/output error" in self.third_save_fails(run, whole, put, disk.heals)
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", [*OPENED_BY_PYTHON, "manifest.json"])
     def test_the_disk_is_full_when_a_file_is_opened(
         self, run: Path, whole: torch.Tensor, disk: Disk, name: str
@@ -183,6 +183,7 @@ class TestACheckpointThatCannotBeWritten:
         put = lambda: disk.fails("open", f"*.part/{name}")  # noqa: E731
         assert "No space left on device" in self.third_save_fails(run, whole, put, disk.heals)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["model.safetensors", "training_state.pt"])
     def test_a_file_may_not_get_that_large(
         self, run: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch, name: str
@@ -201,7 +202,7 @@ class TestACheckpointThatCannotBeWritten:
         heal = lambda: monkeypatch.setattr(store, "_write_files", write)  # noqa: E731
         self.third_save_fails(run, whole, put, heal)
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("call", "path", "number"),
         [
@@ -218,6 +219,7 @@ class TestACheckpointThatCannotBeWritten:
         told = self.third_save_fails(run, whole, lambda: disk.fails(call, path, number), disk.heals)
         assert os.strerror(number) in told
 
+    @pytest.mark.slow
     def test_one_that_was_to_be_replaced_stays(self, run: Path, whole: torch.Tensor, disk: Disk) -> None:
         before = {path.name: path.read_bytes() for path in (run / "checkpoint-2").iterdir()}
         disk.fails("rename", "*.checkpoint-2.part")
@@ -226,6 +228,7 @@ class TestACheckpointThatCannotBeWritten:
         assert {path.name: path.read_bytes() for path in (run / "checkpoint-2").iterdir()} == before
         ends_whole(run, whole)
 
+    @pytest.mark.slow
     def test_the_run_may_train_on_without_it(
         self, run: Path, whole: torch.Tensor, disk: Disk, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -236,6 +239,7 @@ class TestACheckpointThatCannotBeWritten:
         assert torch.equal(weights(trainer), whole)
         assert sound(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
 
+    @pytest.mark.slow
     def test_an_old_one_that_cannot_be_deleted_ends_nothing(
         self, run: Path, whole: torch.Tensor, disk: Disk, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -250,6 +254,7 @@ class TestACheckpointThatCannotBeWritten:
 class TestLogsThatCannotBeWritten:
     """Records wait in memory until they can be."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", LOGS)
     def test_a_read_only_log_is_named_before_the_first_step(
         self, run: Path, whole: torch.Tensor, disk: Disk, name: str
@@ -259,6 +264,7 @@ class TestLogsThatCannotBeWritten:
         disk.heals()
         ends_whole(run, whole)
 
+    @pytest.mark.slow
     def test_a_full_disk_that_is_freed_again_loses_no_record(
         self, run: Path, whole: torch.Tensor, disk: Disk, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -274,6 +280,7 @@ class TestLogsThatCannotBeWritten:
         assert [steps_in(run / name) for name in LOGS[:2]] == [[1, 2, 3, 4, 5]] * 2
         assert sound(run) == ["checkpoint-1", "checkpoint-2", "checkpoint-4", "checkpoint-5"]
 
+    @pytest.mark.slow
     def test_a_full_disk_ends_the_run_where_a_checkpoint_is_due(
         self, run: Path, whole: torch.Tensor, disk: Disk
     ) -> None:
@@ -282,7 +289,7 @@ class TestLogsThatCannotBeWritten:
         disk.heals()
         ends_whole(run, whole)
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["run.json", "monitor.json", "completions_00001.jsonl"])
     def test_what_only_shows_a_run_never_ends_it(
         self, tmp_path: Path, whole: torch.Tensor, disk: Disk, caplog: pytest.LogCaptureFixture, name: str
@@ -299,7 +306,7 @@ class TestLogsThatCannotBeWritten:
 class TestAFolderThatChangesUnderTheRun:
     """Deleted, moved, filled by others, or reached by a link."""
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("event", ["on_step_begin", "on_save"])
     @pytest.mark.parametrize("away", [True, False])
     def test_it_vanishes(self, run: Path, whole: torch.Tensor, event: str, away: bool) -> None:
@@ -322,10 +329,12 @@ class TestAFolderThatChangesUnderTheRun:
         assert trainer.state.global_step == ALL
         assert len(checkpoints(run)) == ALL
 
+    @pytest.mark.slow
     def test_it_has_spaces_and_other_letters_in_its_name(self, run: Path, whole: torch.Tensor) -> None:
         odd = run.rename(run.with_name("мой  run 'é\"; #1"))
         ends_whole(odd, whole, resume=str(odd / "checkpoint-2"))
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no second file system")
     def test_it_is_on_another_device_than_temporary_files(
         self, tmp_path: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch
@@ -424,6 +433,7 @@ class TestWhatIsReadBack:
         ends_whole(run, whole)
         assert json.loads((run / "run.json").read_text())["run_id"] == written
 
+    @pytest.mark.slow
     def test_run_json_is_another_runs(self, run: Path, whole: torch.Tensor) -> None:
         known = json.loads((run / "run.json").read_text())
         (run / "run.json").write_text(json.dumps({**known, "run_id": "theirs"}))

@@ -44,6 +44,7 @@ def model_in(folder: Path) -> torch.Tensor:
 class TestWeightsThatAreSaved:
     """`save_model` writes all files or none, and over nobody else's."""
 
+    @pytest.mark.slow
     def test_another_runs_are_refused_or_moved_aside(self, tmp_path: Path) -> None:
         trained = make_trainer(tmp_path, max_steps=1)
         trained.train()
@@ -66,6 +67,7 @@ class TestWeightsThatAreSaved:
         ):
             make_trainer(tmp_path / "run").save_model(tmp_path / "file" / "x")
 
+    @pytest.mark.slow
     def test_its_own_are_replaced(self, tmp_path: Path) -> None:
         for folder in (None, tmp_path / "final"):
             trainer = make_trainer(tmp_path / "run", overwrite_output_dir=True)
@@ -142,6 +144,7 @@ class TestWeightsThatAreSaved:
         assert not list(tmp_path.glob(".weights*"))
         assert not list(tmp_path.glob("model-*"))
 
+    @pytest.mark.slow
     def test_names_that_no_saver_gives_are_the_users(self, tmp_path: Path) -> None:
         mine = ("model-best.safetensors", "model_old.safetensors", "pytorch_model_notes.bin", "docs.index.json")
         trainer = make_trainer(tmp_path, overwrite_output_dir=True)
@@ -241,7 +244,7 @@ save_weights(Path(sys.argv[1]), write, None, replace=False, overwrite=False)
 class TestMovingAside:
     """An earlier run is moved whole, and nothing but that run."""
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("stops_at", ["run.json", "steps.jsonl", "checkpoint-1", "checkpoint-2"])
     def test_a_kill_amid_the_moves_splits_no_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops_at: str
@@ -314,6 +317,7 @@ class TestMovingAside:
         (tmp_path / "previous").unlink()
         assert held(tmp_path) == before
 
+    @pytest.mark.slow
     def test_a_link_that_moves_aside_points_to_the_same_place(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
         make_trainer(run, **SAVING).train()
@@ -325,6 +329,7 @@ class TestMovingAside:
         assert moved.is_symlink()
         assert moved.resolve() == tmp_path / "kept"
 
+    @pytest.mark.slow
     def test_of_a_link_only_the_link_is_deleted(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         make_trainer(tmp_path / "run", max_steps=1, **SAVING).train()
         (tmp_path / "run" / "checkpoint-1").rename(tmp_path / "kept")
@@ -359,6 +364,7 @@ class TestWhereARunIs:
         assert (tmp_path / "run" / "model.safetensors").exists()
         assert not list((tmp_path / "elsewhere").iterdir())
 
+    @pytest.mark.slow
     def test_another_run_took_its_place_after_it_was_moved(self, tmp_path: Path) -> None:
         run, moved = tmp_path / "run", tmp_path / "moved"
 
@@ -373,6 +379,7 @@ class TestWhereARunIs:
         assert [path.name for path in checkpoints(moved)] == ["checkpoint-1"]
         assert make_trainer(moved, max_steps=3).train(resume_from_checkpoint=True).global_step == 3
 
+    @pytest.mark.slow
     def test_a_place_that_it_makes_again_is_its_own(self, tmp_path: Path) -> None:
         run, refused = tmp_path / "run", []
 
@@ -434,6 +441,7 @@ class TestWhereARunIs:
         first.train()
         assert not list(run.rglob("model.safetensors"))
 
+    @pytest.mark.slow
     def test_lines_of_another_run_are_not_read(self, tmp_path: Path) -> None:
         make_trainer(tmp_path, **SAVING).train()
         ours = run_id(tmp_path)
@@ -456,6 +464,7 @@ class TestWhereARunIs:
         assert not (tmp_path / "stop").exists()
 
 
+@pytest.mark.slow
 def test_what_was_logged_before_a_run_began_from_anothers_checkpoint_survives_two_resumes(tmp_path: Path) -> None:
     make_trainer(tmp_path / "a", **SAVING).train()
     make_trainer(tmp_path / "b", max_steps=4, **SAVING).train(tmp_path / "a" / "checkpoint-2")
@@ -466,6 +475,7 @@ def test_what_was_logged_before_a_run_began_from_anothers_checkpoint_survives_tw
     assert [line["step"] for line in read_lines(tmp_path / "b" / "metrics.jsonl")[0] if "loss" in line][:2] == [1, 2]
 
 
+@pytest.mark.slow
 def test_advice_where_all_checkpoints_are_damaged_leads_on(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=1, **SAVING).train()
     with (tmp_path / "checkpoint-1" / "model.safetensors").open("ab") as file:
@@ -480,6 +490,7 @@ def test_advice_where_all_checkpoints_are_damaged_leads_on(tmp_path: Path) -> No
     assert len(list((tmp_path / "previous").glob("*/checkpoint-1"))) == 1
 
 
+@pytest.mark.slow
 def test_no_resume_is_asked_for_whatever_the_configuration_says(tmp_path: Path) -> None:
     make_trainer(tmp_path, **SAVING).train()
     trainer = make_trainer(tmp_path, max_steps=3, resume_from_checkpoint="auto", overwrite_output_dir=True)
@@ -488,6 +499,7 @@ def test_no_resume_is_asked_for_whatever_the_configuration_says(tmp_path: Path) 
     assert (tmp_path / "previous").is_dir()
 
 
+@pytest.mark.slow
 def test_advice_after_weights_alone_were_saved_leads_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings: dict[str, Any] = {**SAVING, "save_only_model": True, "max_steps": 3}
     stop = At("on_step_begin", 1, lambda: signal.raise_signal(signal.SIGTERM))
@@ -534,6 +546,7 @@ run.train()
         assert told.count("Traceback (most recent call last)") == 1
 
 
+@pytest.mark.slow
 def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As with transformers, evaluations between two checkpoints count, and the best that was saved is loaded."""
 
@@ -583,6 +596,7 @@ def test_a_damaged_best_checkpoint_is_not_loaded(
     assert "model.safetensors' " in caplog.text
 
 
+@pytest.mark.slow
 def test_a_newer_checkpoint_without_a_state_is_not_passed_over_in_silence(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

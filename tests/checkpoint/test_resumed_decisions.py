@@ -44,7 +44,7 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
     return [{name: record[name] for name in kept if name in record} for record in trainer.state.log_history]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [2, 4])
 @pytest.mark.parametrize("event", ["on_step_end", "on_log", "evaluation", "on_evaluate"])
 def test_what_followed_a_step_that_was_cut_short_is_done_by_the_next_start(
@@ -127,7 +127,7 @@ def test_completions_that_were_not_shown_before_a_kill_are_shown_after_it(tmp_pa
     assert shown[1] == shown[0]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["on_evaluate", "on_epoch_end"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_the_best_and_the_patience_survive_a_signal_while_callbacks_hear(
@@ -176,6 +176,7 @@ def test_a_run_that_died_after_its_last_checkpoint_is_ended(tmp_path: Path, capl
     assert ended == [4, 4, 4]
 
 
+@pytest.mark.slow
 def test_a_state_that_json_cannot_hold_is_left_out_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Odd(TrainerCallback, ExportableState):
         def __init__(self) -> None:
@@ -232,6 +233,7 @@ def test_patience_goes_on_where_it_was(tmp_path: Path) -> None:
     assert trainer(tmp_path / "run").train(resume_from_checkpoint=True).global_step == 4
 
 
+@pytest.mark.slow
 def test_numbers_of_numpy_in_the_trainers_state_are_saved(tmp_path: Path) -> None:
     class Sets(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

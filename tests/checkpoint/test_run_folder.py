@@ -51,6 +51,7 @@ def test_logs_of_a_run_that_left_no_weights_move_aside(tmp_path: Path, caplog: p
     assert f"are now in {tmp_path / 'previous' / first}" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", ["checkpoint", "weights"])
 def test_a_folder_with_another_runs_weights_is_refused(tmp_path: Path, left: str) -> None:
     trainer = make_trainer(tmp_path, max_steps=1, **(SAVING if left == "checkpoint" else {}))
@@ -67,6 +68,7 @@ def test_a_folder_with_another_runs_weights_is_refused(tmp_path: Path, left: str
     assert checkpoints(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_second_call_of_the_same_trainer_keeps_the_first_ones_files(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=2, **SAVING)
     trainer.train()
@@ -91,6 +93,7 @@ def test_an_evaluation_between_two_runs_is_logged_with_the_first(tmp_path: Path)
     assert logged == [[True, False, False, True], [False, False]]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_that_was_copied_here_is_not_resumed(tmp_path: Path) -> None:
     make_trainer(tmp_path / "a", max_steps=1, **SAVING).train()
     make_trainer(tmp_path / "b", max_steps=2, **SAVING).train()
@@ -149,12 +152,14 @@ def test_a_resumed_run_cuts_no_log_and_marks_what_is_done_again(tmp_path: Path) 
     assert logged == [(one["step"], one.get("loss")) for one in whole.state.log_history]
 
 
+@pytest.mark.slow
 def test_rotation_never_takes_the_newest_of_a_run_that_went_back(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=5, **SAVING).train()
     make_trainer(tmp_path, max_steps=4, save_total_limit=1, **SAVING).train(tmp_path / "checkpoint-2")
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_zero_steps_of_training_are_refused(tmp_path: Path) -> None:
     make_trainer(tmp_path / "run", max_steps=2, **SAVING).train()
     told = r"nothing is left to train: .*checkpoint-2 is at step 2 of {}. Raise max_steps"
@@ -263,6 +268,7 @@ def test_what_the_user_keeps_in_the_folder_stays(tmp_path: Path) -> None:
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * 4
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_where_the_folder_has_another_name(tmp_path: Path) -> None:
     best = SimpleNamespace(step=2)
 
@@ -293,7 +299,7 @@ class TestBackground:
     def contents(self, folder: Path) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix == ".safetensors"}
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["full", "lora", "ppo"])
     def test_it_holds_the_step_it_was_taken_at(self, tmp_path: Path, kind: str) -> None:
         def trainer(folder: Path, **settings: Any) -> Any:

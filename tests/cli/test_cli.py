@@ -470,6 +470,7 @@ def test_a_tiny_model_is_trained_and_gone_on_with(tiny_run: Path, tmp_path: Path
     assert "3 optimizer steps done" in result.stdout
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Path) -> None:
     result = invoke(tiny_run, "--peft", "lora:2", "--quantization", "8bit", "--max-steps", "1")
     assert result.exit_code == 0, result.output
@@ -592,6 +593,7 @@ def test_a_run_is_verified(tiny_run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_on_a_simulated_device(tiny_run: Path) -> None:
     result = invoke_verify(tiny_run, "--simulate", "8MiB", "--memory-policy", "ladder", "--max-completion-length", "40")
     assert result.exit_code == 0, result.output
@@ -602,6 +604,7 @@ def test_a_run_is_verified_on_a_simulated_device(tiny_run: Path) -> None:
     assert "2 allocations refused" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_wrong_plan_ends_with_its_own_exit_code(tiny_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(loop: Any) -> Verification:
         found = verify_plan(loop)

@@ -129,6 +129,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, trainer
 
 
+@pytest.mark.slow
 def test_every_step_is_recorded_with_who_held_the_bytes(run: tuple[Path, Any]) -> None:
     folder, trainer = run
     recorded = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
@@ -171,6 +172,7 @@ def test_in_host_memory_the_process_and_what_plans_expect_are_parts_of_their_own
         assert tracker.step_parts == {"update": parts}
 
 
+@pytest.mark.slow
 def test_the_report_of_a_real_run_stands_alone_and_runs_nothing(run: tuple[Path, Any]) -> None:
     folder, trainer = run
     found = RUNNER.invoke(app, ["report", str(folder)])
@@ -255,6 +257,7 @@ def test_the_summary_says_what_the_run_came_to() -> None:
 # ------------------------------------------------------------------ the page
 
 
+@pytest.mark.slow
 def test_forecast_and_plans_are_compared_with_what_was_measured(tmp_path: Path) -> None:
     forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {"update": 6 * MIB}}
     told = words(write(tmp_path, [step(1), step(2)], [forecast]))
@@ -278,6 +281,7 @@ def test_a_forecast_of_tensors_is_not_held_against_a_whole_process(tmp_path: Pat
     assert "forecast error" not in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_began_when_it_first_did(tmp_path: Path) -> None:
     starts = [{"began": 0.0, "first_step": 0}, {"began": 9e8, "first_step": 12}, {"began": 1e9, "first_step": 28}]
     told = words(write(tmp_path, [step(1)], began=1e9, starts=starts))
@@ -285,6 +289,7 @@ def test_a_resumed_run_began_when_it_first_did(tmp_path: Path) -> None:
     assert "resumed after step 12, 28" in told
 
 
+@pytest.mark.slow
 def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path: Path) -> None:
     alarm = {"event": "alarm", "kind": "allocator_retries", "sentence": "The allocator <tidied> up."}
     plan = {"event": "plan", "kind": "update", "micro_batch_tokens": 64, "checkpointing": False, "predicted_bytes": {}}
@@ -311,6 +316,7 @@ def test_events_are_told_at_the_step_they_belong_to_and_alike_ones_once(tmp_path
     assert html.count('class="mark failure"') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "counts", "said"),
     [("cuda", True, "kv cache, as planned the rest"), ("host", False, "whatever else the process")],
@@ -325,6 +331,7 @@ def test_where_only_owners_are_known_the_rest_is_called_the_rest(
     assert html_of(folder).index("swatch c8") < html_of(folder).index("swatch c0"), "the process itself lies below all"
 
 
+@pytest.mark.slow
 def test_a_large_process_is_no_block_that_hides_the_rest(tmp_path: Path) -> None:
     parts = {"weights": MIB, "activations": 4 * MIB}
     for process, is_left_out in ((500 * MIB, True), (3 * MIB, False)):
@@ -337,6 +344,7 @@ def test_a_large_process_is_no_block_that_hides_the_rest(tmp_path: Path) -> None
         assert ("far above this scale" in chart) is not is_left_out, "the budget moves with the zero of the scale"
 
 
+@pytest.mark.slow
 def test_charts_of_nothing_but_zeros_are_listed_instead(tmp_path: Path) -> None:
     zero = {"frac_reward_zero_std": 0.0, "completions/clipped_ratio": 0.0}
     folder = write(tmp_path, [step(1, **zero), step(2, **{**zero, "completions/clipped_ratio": 0.5})])
@@ -351,6 +359,7 @@ def test_a_phone_gets_larger_letters_and_tables_without_columns(tmp_path: Path) 
     assert 'data-label="highest measured"' in html
 
 
+@pytest.mark.slow
 def test_a_folder_of_an_earlier_version_is_reported_from_its_log(tmp_path: Path) -> None:
     lines = [{**step(1), "held_at_peak": None}, {"step": 1, "eval_reward": 0.5}, {"step": 1, "train_runtime": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "lo')
@@ -377,6 +386,7 @@ def sections(folder: Path) -> list[str]:
     return re.findall(r"<h2 id=[^>]*>(.*?)</h2>", html_of(folder))
 
 
+@pytest.mark.slow
 def test_a_critic_has_charts_of_its_own(tmp_path: Path) -> None:
     assert "Critic" not in sections(write(tmp_path, [step(1), step(2)]))
     critic = {"value_loss": 0.2, "explained_variance": 0.4, "values/mean": 0.1, "returns/mean": 0.3, "policy_loss": 0.1}
@@ -398,6 +408,7 @@ def test_a_critic_has_charts_of_its_own(tmp_path: Path) -> None:
     assert "Other metrics" not in sections(folder)
 
 
+@pytest.mark.slow
 def test_objectives_have_charts_of_their_own_with_bands_and_shares(tmp_path: Path) -> None:
     def of(name: str, coefficient: float, norm: float) -> dict[str, float]:
         known = {"reward": 0.5, "kl": 0.03, "beta": 0.1, "loss": 0.2, "scored": 0.5, "coefficient": coefficient}
@@ -417,6 +428,7 @@ def test_objectives_have_charts_of_their_own_with_bands_and_shares(tmp_path: Pat
     assert "Other metrics" not in sections(folder)
 
 
+@pytest.mark.slow
 def test_episodes_have_charts_of_their_own(tmp_path: Path) -> None:
     tools = {"tools/call_frequency": 1.5, "tools/failure_frequency": 0.25, "tools/malformed_frequency": 0.0}
     lengths = {
@@ -433,6 +445,7 @@ def test_episodes_have_charts_of_their_own(tmp_path: Path) -> None:
     assert "Other metrics" not in sections(folder)
 
 
+@pytest.mark.slow
 def test_what_no_group_knows_is_shown_all_the_same(tmp_path: Path) -> None:
     odd = [{"a/b_mean": 0.1 * n, "a/b_max": 0.2 * n, "lonely": n / 3, "never/changes": 7.0} for n in (1, 2)]
     folder = write(tmp_path, [step(n, **more) for n, more in zip((1, 2), odd, strict=True)])
@@ -450,6 +463,7 @@ def test_what_no_group_knows_is_shown_all_the_same(tmp_path: Path) -> None:
     assert [title for title in shown if "loss" in title.lower()] == ["Loss"]
 
 
+@pytest.mark.slow
 def test_no_metric_of_a_real_run_vanishes(run: tuple[Path, Any]) -> None:
     folder, trainer = run
     drawn = "".join(figures(folder).values())
@@ -480,6 +494,7 @@ def test_shares_are_written_so_that_ticks_differ() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_completions_are_shown_best_and_worst_and_escaped(tmp_path: Path) -> None:
     write(tmp_path, [step(1)])
     (tmp_path / "completions").mkdir()
@@ -518,6 +533,7 @@ def test_a_folder_without_a_run_is_an_error_with_a_remedy(tmp_path: Path, kind: 
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [step(1)])
     assert report(str(folder), str(tmp_path / "a.html")) == tmp_path / "a.html"

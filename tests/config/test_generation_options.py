@@ -199,6 +199,7 @@ def test_settings_with_objects_can_be_written_down() -> None:
     assert "MinPLogitsWarper" in json.dumps(run_facts(config, [], 1))
 
 
+@pytest.mark.slow
 def test_a_run_draws_as_the_keys_say(tmp_path: Path) -> None:
     drawn: list[tuple[str, list[int]]] = []
 

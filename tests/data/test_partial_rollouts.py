@@ -209,6 +209,7 @@ def test_pieces_are_the_tokens_that_one_draw_gives(tmp_path: Path) -> None:
         torch.testing.assert_close(piece.logprobs, alone.logprobs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_left_undone_and_taken_over_is_logged(tmp_path: Path) -> None:
     trainer = partly(tmp_path)
     trainer.train()
@@ -226,7 +227,7 @@ def test_what_is_left_undone_and_taken_over_is_logged(tmp_path: Path) -> None:
     assert trainer.loop.state.cursor.position == begun
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "beta": 0.1}])
 def test_a_resumed_run_goes_on_with_what_waits(tmp_path: Path, settings: dict[str, Any]) -> None:
     calm = partly(tmp_path / "calm", **settings)
@@ -241,6 +242,7 @@ def test_a_resumed_run_goes_on_with_what_waits(tmp_path: Path, settings: dict[st
     ]
 
 
+@pytest.mark.slow
 def test_rows_that_older_weights_began_weigh_what_the_present_ones_say(tmp_path: Path) -> None:
     trainer = partly(
         tmp_path, vllm_importance_sampling_mode="token_truncate", learning_rate=1e-2, steps_per_generation=2, top_k=40
@@ -267,6 +269,7 @@ def test_rows_that_older_weights_began_weigh_what_the_present_ones_say(tmp_path:
     assert checked > 0
 
 
+@pytest.mark.slow
 def test_failures_while_pieces_are_drawn_change_no_token(tmp_path: Path) -> None:
     def trained(folder: Path, *, failing: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
         with SimulatedMemory() as device:

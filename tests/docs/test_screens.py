@@ -67,7 +67,7 @@ def test_an_explanation_is_what_the_command_prints(tmp_path: Path, monkeypatch: 
         assert part in told
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 def test_the_phases_are_what_the_script_prints(capsys: pytest.CaptureFixture[str]) -> None:
     ((_, lines),) = screens("simulated-memory")
     (script,) = (block for block in blocks(ROOT / "docs" / "simulated-memory.md", "python") if "phase_peaks" in block)

@@ -80,7 +80,7 @@ def put_to_use(made: Any) -> None:
         train_a_step(trainer_of(GRPOTrainer, GRPOConfig(), memory_policy=made))
 
 
-@pytest.mark.slow_after(5)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Could not find a config file")  # of peft, which asks the hub itself
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_the_python_of_a_page_runs(page: Path, reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:

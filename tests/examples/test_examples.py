@@ -117,7 +117,7 @@ def test_the_quickstart_leaves_what_it_promises_and_repeats(tmp_path: Path) -> N
     assert [line["step"] for line in lines if "eval_reward" in line] == [0, 1, 2, 3]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [quickstart, t5_sums], ids=["quickstart", "t5"])
 def test_a_named_model_is_loaded_by_the_trainer_in_float32(example: Any, tmp_path: Path) -> None:
     tokenizer = quickstart.make_tokenizer([item["question"] for item in sums(**ONE_DIGIT)])

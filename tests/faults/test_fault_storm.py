@@ -84,7 +84,7 @@ def test_no_allocation_of_a_run_is_unguarded(name: str, settings: dict[str, Any]
     assert found.runs > 3 * most
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_every_operator_of_a_run_is_under_a_guard(scene: Scene, tmp_path: Path) -> None:
     trainer = scene_trainer(scene, tmp_path, Reward(), TrainerCallback(), {"max_steps": 2, "max_completion_length": 3})

@@ -81,7 +81,7 @@ def test_turns_with_kept_caches_are_those_read_again(family: str) -> None:
     assert counts["tokens_after_a_difference"] == counts["logprobs_that_differ"] == 0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
     adapter, prompts = adapter_of(make(family, torch.bfloat16), invariant=True), prompts_of(3)

@@ -62,7 +62,7 @@ def test_blocks_leave_evenly_spread(blocks: int) -> None:
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dora", [False, True])
 def test_logits_and_gradients_are_the_same_bits(recompute: bool, dora: bool) -> None:
@@ -209,6 +209,7 @@ def test_a_budget_below_the_size_of_the_weights_trains_without_a_failure(tmp_pat
     assert {event["resident_blocks"] for event in lean.memory_events if event["event"] == "plan"} <= {*range(10)}
 
 
+@pytest.mark.slow
 def test_at_the_end_weights_without_room_lie_on_the_host_and_a_second_run_takes_them_back(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=adapted(), policy=FixedPolicy(RolloutPlan(resident_blocks=1), UpdatePlan()))
     adapter = trainer.setup.adapter

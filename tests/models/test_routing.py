@@ -66,7 +66,7 @@ def gradient_of(trainer: GRPOTrainer) -> tuple[torch.Tensor, dict[str, float]]:
     return found, metrics
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_cut_changes_its_gradient(family: str, dtype: torch.dtype, limit: float, tmp_path: Path) -> None:
@@ -148,6 +148,7 @@ def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
         make_trainer(tmp_path, model=Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts)), router_z_loss_coef=0.1)
 
 
+@pytest.mark.slow
 def test_losses_of_an_encoder_decoders_experts_are_never_left_out_in_silence(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     ids = {"pad_token_id": PAD_ID, "eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID}

@@ -247,6 +247,7 @@ def test_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole.logprobs_B, tiled.logprobs_B, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_rounding_flips_only_marked_ties() -> None:
     rows, vocab = 2048, 512
     flips = unmarked = marked = 0

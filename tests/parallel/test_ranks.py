@@ -397,6 +397,7 @@ def test_a_rank_that_fails_is_named_with_its_reason_at_whatever_comes_next(outco
     assert max(other["seconds"], failed["seconds"]) < 10
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_at_once_do_not_wait_for_each_other(outcomes: list[Found]) -> None:
     assert [found["fail together"] for found in outcomes] == ["no error", "no error"]
 

@@ -493,6 +493,7 @@ class TestOfACard:
         told = on_a_card(tmp_path, settings=on_servers).assumptions
         assert any(one.startswith("servers draw on other cards: rollout is what the own engine holds") for one in told)
 
+    @pytest.mark.slow
     def test_plain_values_are_json_with_the_peak_on_top(self, on_a_gib: MemoryForecast) -> None:
         forecast = on_a_gib
         written = json.loads(json.dumps(forecast.plain()))

@@ -126,6 +126,7 @@ def test_evaluations_nobody_describes_have_as_many_prompts_as_a_rollout_has_comp
     assert any("8 completion(s) of 8 or more prompts" in told for told in found.assumptions)
 
 
+@pytest.mark.slow
 def test_a_probe_tries_reward_models_and_evaluations_too(folder: Path) -> None:
     settings = {"memory_forecast": False, "probe_worst_case": True, "eval_strategy": "steps", "eval_steps": 1}
     with SimulatedMemory(ROOM):

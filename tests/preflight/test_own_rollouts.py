@@ -144,6 +144,7 @@ def test_rollouts_of_short_prompts_alone_may_hold_most_where_groups_are_drawn_ag
     check(*beside.run(folder, given=given, alarms=False, dynamic_sampling=True, max_steps=3, **rows))
 
 
+@pytest.mark.slow
 def test_a_first_step_whose_shape_does_not_come_again_is_tried_once(folder: Path) -> None:
     """Beside optimizer state that it makes, no step of its shape ever meets what earlier ones left."""
     rows = {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 2, "num_iterations": 2}

@@ -83,6 +83,7 @@ def test_kinds_of_runs_pass(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert any("Dropout was off" in note for note in found.notes) is ("disable_dropout" in settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["allocator", "ledger"])
 def test_bytes_saved_and_genuine_failures_on_a_simulated_device(tmp_path: Path, exact: bool) -> None:
     with SimulatedMemory(2**26, exact=exact) as device:
@@ -121,6 +122,7 @@ def test_a_plain_plan_that_does_not_fit_is_replaced_by_half_the_chosen_one(tmp_p
     assert found.plain.micro_batches > found.chosen.micro_batches
 
 
+@pytest.mark.slow
 def test_a_machine_that_kills_is_not_tried_with_what_cannot_fit(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN))
     trainer.setup.memory.budget_bytes = 1
@@ -129,6 +131,7 @@ def test_a_machine_that_kills_is_not_tried_with_what_cannot_fit(tmp_path: Path) 
     assert "of the 0 B that are left. So the chosen plan" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_a_chosen_plan_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with SimulatedMemory() as device:
         trainer = make_trainer(tmp_path, policy=cut(**LEAN))
@@ -142,6 +145,7 @@ def test_a_chosen_plan_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_rows_that_run_out_under_every_plan_but_the_smallest_are_recovered(tmp_path: Path) -> None:
     class Halving(FixedPolicy):
         def after_oom(self, plan: Any, failure: Any) -> Any:
@@ -176,6 +180,7 @@ def per_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+@pytest.mark.slow
 def test_denominators_of_micro_batches_are_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,7 +247,7 @@ class _Counted:
         return [len(set(text)) / 6 + sum(map(ord, text)) % 5 for text in completions]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -276,6 +281,7 @@ def test_a_verified_run_learns_bitwise_what_another_does(tmp_path: Path, setting
         )
 
 
+@pytest.mark.slow
 def test_everything_is_as_before_afterwards(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN), beta=0.1)
     trainer.loop.make_optimizer()
@@ -299,6 +305,7 @@ def test_everything_is_as_before_afterwards(tmp_path: Path) -> None:
     assert trainer.args.disable_dropout
 
 
+@pytest.mark.slow
 def test_callbacks_hear_nothing_of_it(tmp_path: Path) -> None:
     heard: list[str] = []
 
@@ -312,6 +319,7 @@ def test_callbacks_hear_nothing_of_it(tmp_path: Path) -> None:
     assert heard == ["on_init_end"]
 
 
+@pytest.mark.slow
 def test_a_stream_is_read_from_its_start_again(tmp_path: Path) -> None:
     final = []
     for verified in (False, True):
@@ -376,6 +384,7 @@ def test_the_coarsest_type_sets_the_tolerance(tmp_path: Path, dtype: torch.dtype
     assert verify_module._tolerance(trainer.setup) == expected
 
 
+@pytest.mark.slow
 def test_half_precision_passes_within_its_own_tolerance(tmp_path: Path) -> None:
     found = verify_plan(
         make_trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16, scale=1.0), policy=cut(**LEAN)).loop

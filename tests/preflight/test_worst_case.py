@@ -214,6 +214,7 @@ def test_chunks_between_the_first_and_the_last_are_not_read_and_change_no_byte(
     assert len(forwards) == -(-50 // chunk) - 1 + 3
 
 
+@pytest.mark.slow
 def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_lm, "_can_share_prompts", lambda *_: False)
     monkeypatch.setattr(PaddedState, "stretch", lambda *_: False)
@@ -269,6 +270,7 @@ def test_a_plan_shrinks_at_the_probe_and_not_again(tmp_path: Path) -> None:
     assert trainer.history[0]["plan/micro_batch_tokens"] < 1024
 
 
+@pytest.mark.slow
 def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) -> None:
     with SimulatedMemory():
         trainer = late_run(tmp_path / "short", max_completion_length=32, policy=cut(64, 8))
@@ -296,7 +298,7 @@ def test_concessions_that_the_user_allows_are_made_at_the_probe(tmp_path: Path) 
 # No trace
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -322,6 +324,7 @@ def test_a_probed_run_learns_bitwise_what_another_does(tmp_path: Path, settings:
     assert events[1:] == [(event["event"], event["step"]) for event in plain.memory_events]
 
 
+@pytest.mark.slow
 def test_plans_on_a_simulated_device_stay_the_same(tmp_path: Path) -> None:
     """There corrections are learnt from peaks; the probe must not add its own."""
     finals = []
@@ -348,6 +351,7 @@ def test_nothing_is_left_on_the_device(tmp_path: Path) -> None:
         assert (device.live_bytes, device.host_live_bytes) == (live, host)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_be_probed(tmp_path: Path) -> None:
     first = make_trainer(tmp_path, policy=cut(40, 3), max_steps=2, save_strategy="steps", save_steps=1)
     first.train()

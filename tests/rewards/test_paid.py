@@ -125,6 +125,7 @@ def test_a_judge_that_blocks_runs_in_threads_and_one_that_is_late_is_called_agai
     assert calls["late"] == 2
 
 
+@pytest.mark.slow
 def test_late_calls_in_threads_hold_up_no_other_and_their_answers_are_kept(tmp_path: Path) -> None:
     hang, calls = threading.Event(), Counter[str]()
 

@@ -49,6 +49,7 @@ def conversations(texts):
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["accuracy_reward", "reasoning_accuracy_reward"])
 def test_accuracy_equals_trl_s_with_its_log(name):
     texts, solution = zip(*ANSWERS, strict=True)

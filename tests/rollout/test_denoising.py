@@ -282,7 +282,7 @@ def test_policies_plan_pairs():
         )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_estimates_are_near(checkpointing):
     adapter = DiffusionAdapter(make_policy(denoiser=Denoiser(width=512, blocks=4)))

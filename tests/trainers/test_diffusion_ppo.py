@@ -91,7 +91,7 @@ PLANS = {
 }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_no_cut_changes_the_gradient(own: bool, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_half_of_the_steps_at_random_are_learnt_from_in_part(tmp_path: Path) -> 
     assert trajectory_rows == 1
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_a_resumed_run_goes_on_bit_for_bit(own: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 5, "kl_target": 0.5, "kl_horizon": 50.0, "kl_coef": 0.1}
@@ -225,7 +225,7 @@ def test_peaks_do_not_grow_with_the_steps(tmp_path: Path) -> None:
         assert many[phase] == pytest.approx(few[phase], rel=0.01), phase
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True], ids=["small", "own"])
 def test_a_critic_learns_what_a_prompt_tells(own: bool, tmp_path: Path) -> None:
     """The reward is the prompt's alone; the critic foresees it in every state of a chain."""

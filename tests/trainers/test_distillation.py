@@ -105,7 +105,7 @@ def test_the_model_comes_nearer_to_its_teacher_without_any_reward(tmp_path: Path
     assert sum(apart[-3:]) < 0.5 * sum(apart[:3])
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"peft_config": LoraConfig(**LORA)}, {"num_iterations": 2}, {"distillation_top_k": 4, "num_iterations": 2}],
@@ -154,6 +154,7 @@ def test_a_forecast_counts_the_teacher(tmp_path: Path, teacher: str, lora: bool,
         assert size == pytest.approx(held[phase], rel=0.01), phase
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "LoRA"])
 def test_an_adapter_teaches_from_the_models_base_or_one_of_its_own(tmp_path: Path, base: Path, lora: bool) -> None:
     given = {"peft_config": LoraConfig(**LORA)} if lora else {}
@@ -248,7 +249,7 @@ def score_peak(trainer: GRPOTrainer) -> float:
 KL = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1}
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "LoRA", "KL"])
 def test_a_reference_on_the_host_teaches_the_same_bits_in_less(tmp_path: Path, teacher: str, kind: str) -> None:
     settings: dict[str, Any] = {"peft_config": LoraConfig(**LORA)} if kind == "LoRA" else {}

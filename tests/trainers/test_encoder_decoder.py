@@ -58,7 +58,7 @@ def gradient_of(trainer: Any) -> torch.Tensor:
     return weights(trainer) - before
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("beta", [0.0, 0.05])
 def test_a_run_learns_and_resumes_bitwise(kind: str, beta: float, tmp_path: Path) -> None:
@@ -220,6 +220,7 @@ def test_a_group_holds_less_than_copies_of_its_prompt(tmp_path: Path) -> None:
     assert shared < 0.5 * apart
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_by_its_folder(tmp_path: Path) -> None:
     tiny_t5().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")

@@ -125,6 +125,7 @@ def first_rollout(trainer: GRPOTrainer) -> Trajectory:
 # ------------------------------------------------------------------ what is learnt from
 
 
+@pytest.mark.slow
 def test_a_run_plays_judges_and_learns(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     before = weights(trainer)
@@ -208,6 +209,7 @@ def test_turns_that_do_not_extend_each_other_are_rows_of_one_sample(tmp_path: Pa
     assert trainer.loop.state.rollout is None
 
 
+@pytest.mark.slow
 def test_rows_of_a_sample_are_learnt_from_in_the_same_step(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, processing_class=chat_tokenizer(FORGETFUL), steps_per_generation=2, max_steps=4)
     steps: list[list[int]] = []
@@ -507,6 +509,7 @@ def test_faults_anywhere_in_a_run_change_no_bit(tmp_path: Path) -> None:
         assert torch.equal(learnt, plain)
 
 
+@pytest.mark.slow
 def test_a_run_fits_a_budget_that_its_plain_plan_does_not(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_steps": 1, "per_device_train_batch_size": 32, "peft_config": lora()}
     with SimulatedMemory() as memory:
@@ -522,7 +525,7 @@ def test_a_run_fits_a_budget_that_its_plain_plan_does_not(tmp_path: Path) -> Non
     assert [one.resets for one in Digits.made] == [1] * 32
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path, template: str | None) -> None:
     def run(folder: str, **settings: Any) -> GRPOTrainer:
@@ -558,6 +561,7 @@ def test_evaluation_plays_episodes_too(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ other algorithms, several ranks
 
 
+@pytest.mark.slow
 def test_ppo_plays_episodes_that_are_one_sequence(tmp_path: Path) -> None:
     def trainer_with(template: str) -> PPOTrainer:
         config = PPOConfig(
@@ -638,7 +642,7 @@ USED = {None: Digits, "base": talking}
 """Environments by the role of their users."""
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("role", USED)
 def test_kept_caches_change_nothing_that_is_drawn(
     tmp_path: Path, role: str | None, monkeypatch: pytest.MonkeyPatch
@@ -671,7 +675,7 @@ def test_kept_caches_change_nothing_that_is_drawn(
         torch.testing.assert_close(drawn.flat, plain.flat, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
 def test_kept_caches_change_no_gradient(tmp_path: Path, template: str) -> None:
     found = []

@@ -173,7 +173,7 @@ def looking(called: list[int]) -> Any:
     return look
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_what_a_tool_shows_is_seen(family: str, tmp_path: Path) -> None:
     called: list[int] = []
@@ -235,6 +235,7 @@ def test_what_was_shown_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(read["images"]) == len(set(read["images"])), "equal images are kept once"
 
 
+@pytest.mark.slow
 def test_a_network_of_a_dataset_of_texts_sees_what_tools_show(tmp_path: Path) -> None:
     called: list[int] = []
     small("qwen2_vl").save_pretrained(tmp_path / "model")

@@ -88,7 +88,7 @@ STEPS_OF: list[tuple[str, float, int]] = [
 """A family, a weight of the KL term, and a step."""
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "beta", "steps", "cut_as"),
     [(*case, list(CUTS)[place % len(CUTS)]) for place, case in enumerate(STEPS_OF)],
@@ -331,7 +331,7 @@ def test_a_tower_is_frozen_or_not_when_a_trainer_is_made(tmp_path: Path) -> None
         trainer.train()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "cut_as"), [(1, "row by row"), (2, "row by row"), (2, "packed, behind trunks")])
 @pytest.mark.parametrize("where", ["all-linear", "modules_to_save"])
 @pytest.mark.parametrize("family", UNLIKE)
@@ -397,7 +397,7 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [
@@ -424,6 +424,7 @@ def test_cuts_agree_beside_other_settings(tmp_path: Path, family: str, more: dic
     assert relative(gradient_of(packed, 2), found) < (2e-2 if "bf16" in more else 1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
     found = []
     for checkpointing in (False, True):
@@ -433,6 +434,7 @@ def test_dropout_leaves_the_tower_alone(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_dropout_of_the_tower_is_off_wherever_it_runs(tmp_path: Path) -> None:
     found = []
     for dropout in (0.0, 0.5):
@@ -462,7 +464,7 @@ def test_an_evaluation_reads_with_the_weights_as_they_are(tmp_path: Path) -> Non
     assert len(rewards) == 2
 
 
-@pytest.mark.slow_after(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_teacher_reads_images_with_its_own_tower(tmp_path: Path, family: str, learns: bool) -> None:

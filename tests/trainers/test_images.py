@@ -207,6 +207,7 @@ def pay_words(completions: list[Any], image: list[Any], **_: Any) -> list[float]
     return [float(len(completion[0]["content"])) for completion in completions]
 
 
+@pytest.mark.slow
 def test_a_network_is_loaded_by_name_and_saved_with_its_processor(tmp_path: Path) -> None:
     small().save_pretrained(tmp_path / "model")
     processor().save_pretrained(tmp_path / "model")
@@ -248,6 +249,7 @@ def test_a_tower_that_no_prompt_needs_stays_frozen(tmp_path: Path, family: str, 
     assert tower_of(made.ref_model) == tower_of(made.model)
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_on_the_language_alone(tmp_path: Path) -> None:
     language = LoraConfig(r=2, target_modules="all-linear", exclude_modules=NO_TOWER)
     trainer = make(tmp_path / "b", peft_config=language, beta=0.1)
@@ -256,6 +258,7 @@ def test_an_adapter_learns_on_the_language_alone(tmp_path: Path) -> None:
     assert not torch.equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 def test_ppo_has_a_critic_of_the_same_states(tmp_path: Path) -> None:
     config = PPOConfig(
         output_dir=str(tmp_path),
@@ -357,6 +360,7 @@ def test_ranks_that_share_weights_are_refused(tmp_path: Path, monkeypatch: pytes
         make(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
     assert len(count_squares.main(2, str(tmp_path))) == 2
 

@@ -90,6 +90,7 @@ def test_each_method_of_trls_trainer_is_called_or_refused(name: str, tmp_path: P
     assert [line.get("eval_reward") for line in ours] == [line.get("eval_reward") for line in theirs]
 
 
+@pytest.mark.slow
 def test_an_own_optimizer_and_schedule_move_the_weights(tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def create_optimizer(self) -> None:  # type: ignore[override]
@@ -106,6 +107,7 @@ def test_an_own_optimizer_and_schedule_move_the_weights(tmp_path: Path) -> None:
         assert [step["learning_rate"] for step in trainer.history] == [0.5, 0.25, 0.125, 0.0625]
 
 
+@pytest.mark.slow
 def test_own_rewards_are_what_is_learnt_from(tmp_path: Path) -> None:
     class Mine(GRPOTrainer):
         def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
@@ -173,7 +175,7 @@ def test_an_own_log_adds_to_every_record(tmp_path: Path) -> None:
     assert all(json.loads(line)["mine"] == 1.0 for line in lines)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("writes", [True, False], ids=["writes weights", "leaves weights out"])
 def test_an_own_save_model_fills_checkpoints_that_resume(writes: bool, tmp_path: Path) -> None:
     class Mine(GRPOTrainer):

@@ -125,7 +125,7 @@ def test_the_gradient_does_not_depend_on_the_cut(
         assert relative(cut_from_the_start(micro_batch_tokens=1, pack_prompts=True)[1], apart) < tolerance
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", CRITICS)
 def test_values_do_not_depend_on_the_cut(critic: str, tmp_path: Path) -> None:
     stores = []
@@ -261,6 +261,7 @@ def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
         make_ppo(tmp_path, "model", max_steps=2).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_the_coefficient_of_the_kl_follows_its_target(tmp_path: Path) -> None:
     """A rollout's KL under its target lowers the coefficient of the next, by a tenth of the bounded error."""
     trainer = make_ppo(tmp_path, kl_target=100.0, kl_horizon=160.0, max_steps=12)
@@ -269,6 +270,7 @@ def test_the_coefficient_of_the_kl_follows_its_target(tmp_path: Path) -> None:
     assert coefs == pytest.approx([0.05, 0.05 * 0.98, 0.05 * 0.98**2])
 
 
+@pytest.mark.slow
 def test_the_kl_stands_in_the_reward_or_in_the_loss(tmp_path: Path) -> None:
     """In the loss, the reward is the score alone; the first KL is 0, the second has grown."""
     trainer = make_ppo(tmp_path, kl_coef=0.0, beta=0.5, max_steps=5)
@@ -317,7 +319,7 @@ def test_the_critic_is_planned_for(tmp_path: Path) -> None:
     assert trainer.critic.beside_bytes in (work.geometry.trainable_bytes - trainer.adapter.geometry.trainable_bytes,)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("critic", "settings"),
     [
@@ -352,7 +354,7 @@ def test_a_shared_trunk_holds_less_than_several_models() -> None:
     assert shared.peak_bytes < 0.25 * apart.peak_bytes
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_critic_learns_what_a_prompt_tells(critic: str, tmp_path: Path) -> None:
     """The reward is the prompt's alone; what cannot be foreseen is nothing, and soon little of it is not."""
@@ -368,7 +370,7 @@ def test_a_critic_learns_what_a_prompt_tells(critic: str, tmp_path: Path) -> Non
     assert explained[-1] > 0.3
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", ["trunk", "adapter"])
 def test_encoder_decoders_learn_by_ppo(critic: str, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q", "v"], task_type="SEQ_2_SEQ_LM") if critic == "adapter" else None
@@ -384,6 +386,7 @@ def test_encoder_decoders_learn_by_ppo(critic: str, tmp_path: Path) -> None:
     assert relative(trained(trainer), before) > 1e-3
 
 
+@pytest.mark.slow
 def test_prompts_are_kept_to_the_context_of_a_critic_of_its_own(tmp_path: Path) -> None:
     longest = max(map(len, PROMPTS))
     for arch in ("gpt2", "llama"):

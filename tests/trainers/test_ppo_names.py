@@ -43,6 +43,7 @@ def classifier(seed: int) -> Any:
     return Qwen3ForSequenceClassification(config).eval()
 
 
+@pytest.mark.slow
 def test_trls_last_example_runs_with_its_own_arguments(tmp_path: Path) -> None:
     tokenizer, seen = tiny_tokenizer(), []
     dataset = Dataset.from_dict({"prompt": PROMPTS}).map(
@@ -85,6 +86,7 @@ def noting(calculate: Any, seen: list[str]) -> Any:
     return call
 
 
+@pytest.mark.slow
 def test_token_ids_as_prompts_train_as_their_text_does(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     ids = Dataset.from_dict({"input_ids": tokenizer(PROMPTS)["input_ids"]})

@@ -30,6 +30,7 @@ from tests.training.test_training import StopAt
 EVALUATION = Dataset.from_dict({"prompt": PROMPTS[:2]})
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=1).train()
     for _ in range(2):
@@ -60,6 +61,7 @@ def _ppo(folder: Path, reward_funcs: Any) -> Any:
     return PPOTrainer(tiny_model(), reward_funcs, config, prompts, processing_class=tiny_tokenizer())
 
 
+@pytest.mark.slow
 def test_the_best_step_is_saved_when_asked_for(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
@@ -126,6 +128,7 @@ def test_the_checkpoint_of_another_algorithm_is_refused_by_its_name(tmp_path: Pa
         check_same_run(saved, run_facts(other, [], 4), other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +161,7 @@ def test_a_checkpoint_of_before_a_setting_resumes_where_that_has_its_default(
     assert torch.equal(weights(resumed), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_layout_of_the_same_batch(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "a", max_steps=3)
     whole.train()
@@ -180,6 +184,7 @@ def test_weights_of_another_adapter_or_model_are_refused(tmp_path: Path, target:
         make_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +200,7 @@ def test_damaged_and_unfinished_checkpoints_are_named_or_passed_over(
     assert "checkpoint-11 is damaged" in caplog.text
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_a_random_reward_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
     def noisy(completions: list[str], **_: Any) -> list[float]:
         return [random.random() for _ in completions]

@@ -57,6 +57,7 @@ def test_no_cut_changes_the_gradient(tmp_path: Path, dtype: torch.dtype, bound: 
     assert relative(run(cut(), "dr_grpo")[1], whole) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_resume_leaves_no_trace(tmp_path: Path) -> None:
     settings = {"advantage_estimator": "otb", "num_iterations": 2, "max_steps": 4}
     trainer = make_trainer(tmp_path, save_strategy="steps", save_steps=3, **settings)

@@ -98,7 +98,7 @@ def test_states_are_named_by_what_was_seen_last() -> None:
     assert seen_since(shown[0]) == seen_since(shown[1]) != seen_since(shown[2]), "images are named by their pixels"
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_no_cut_changes_what_is_learnt(tmp_path: Path, dtype: torch.dtype, bound: float) -> None:
     def run(policy: Any, **own: Any) -> torch.Tensor:

@@ -181,6 +181,7 @@ def test_updates_are_first_looked_at_when_the_rate_has_risen(tmp_path: Path) -> 
     assert lost(trainer) == []
 
 
+@pytest.mark.slow
 def test_looking_changes_no_bit_and_next_to_no_byte(tmp_path: Path) -> None:
     ends, peaks = [], []
     for limit in (0.5, None):
@@ -486,6 +487,7 @@ def test_failed_allocations_are_counted_from_the_run(tmp_path: Path, monkeypatch
     assert [(alarm["kind"], alarm["step"], alarm["value"]) for alarm in alarms_of(trainer)] == [("retries", 2, 2)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_episode(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"alarms": {"equal_rewards": None}, "save_strategy": "steps", "save_steps": 1}
     make_trainer(tmp_path, max_steps=1, **settings).train()

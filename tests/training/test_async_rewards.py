@@ -58,6 +58,7 @@ def train_with(tmp_path: Path, judge: Judge, **settings: Any) -> GRPOTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_the_reference_scores_while_a_judge_is_waited_for(tmp_path: Path) -> None:
     waiting = Judge(patience_seconds=20)
     overlapped = train_with(tmp_path / "a", waiting)
@@ -71,6 +72,7 @@ def test_the_reference_scores_while_a_judge_is_waited_for(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_a_slow_judge_ended_goes_on_with_more_patience(tmp_path: Path) -> None:
     slow = [True]
 
@@ -152,6 +154,7 @@ def test_a_failure_in_the_overlapped_scoring_asks_no_judge_twice(tmp_path: Path)
     assert asked == [8, 8, 8, 8]
 
 
+@pytest.mark.slow
 def test_seconds_and_timeouts_of_a_judge_are_logged(tmp_path: Path) -> None:
     calls: list[int] = []
 

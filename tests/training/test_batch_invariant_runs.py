@@ -34,7 +34,7 @@ def plan(rows: int, tokens: int) -> FixedPolicy:
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_rollouts_in_half_precision_are_the_plans_only_without_the_mode(
@@ -109,6 +109,7 @@ def test_another_samplers_difference_is_logged_where_it_is_known(tmp_path: Path)
     assert most == pytest.approx(float(expected.max()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_no_plan_moves_the_mask_by_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[torch.Tensor] = []
     own = Committer.measure
@@ -166,7 +167,7 @@ def test_entropies_and_mask_are_the_same_bits_under_random_plans(
     assert 0 < sum(mask.sum() for _, mask in wide.values()) < sum(len(mask) for _, mask in wide.values())
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("scored", ["row_by_row", "by the plan"])
 def test_scored_as_the_plan_cuts_the_mask_would_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scored: str

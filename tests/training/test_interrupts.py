@@ -71,7 +71,7 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_it(
     assert torch.equal(weights(second), weights(whole))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("manner", ["twice", "no grace", "grace over"])
 def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, manner: str) -> None:
     whole = make_trainer(tmp_path / "whole", **SAVING)
@@ -97,6 +97,7 @@ def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, 
     assert torch.equal(weights(second), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_stop_file_ends_the_run_and_is_taken_away(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, callbacks=[At("on_step_end", 2, (tmp_path / "stop").touch)], **SAVING)
     with pytest.raises(TrainingInterrupted, match="stop was found"):

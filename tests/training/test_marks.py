@@ -63,6 +63,7 @@ def test_no_cut_moves_a_mark_or_the_weights(
                         steps_per_generation=8), whole) < bound  # fmt: skip
 
 
+@pytest.mark.slow
 def test_rounding_does_not_push_tokens_that_have_not_moved(tmp_path: Path) -> None:
     """Behind a first step of a warm-up, which moves nothing, log-ratios are rounding, whose sign plans change."""
     warm = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1, "steps_per_generation": 2, "optim": "sgd"}
@@ -78,7 +79,7 @@ def test_rounding_does_not_push_tokens_that_have_not_moved(tmp_path: Path) -> No
     assert relative(run("cut", cut(17)), run("whole", cut())) < 1e-12
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MARKING)
 def test_a_failed_attempt_and_a_resume_leave_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

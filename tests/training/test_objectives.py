@@ -127,6 +127,7 @@ def as_good(completions: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("sum", marks=pytest.mark.slow), "pcgrad", "cagrad"])
 def test_the_rounding_of_an_objective_that_has_no_gradient_decides_no_merge(tmp_path: Path, method: str) -> None:
     model: dict[str, Any] = {"model": tiny_model(), "max_completion_length": 12, "gradient_merge": method}
@@ -189,6 +190,7 @@ def diffusion_trainer(folder: Path, reward_funcs: Any, policy: Any, **settings: 
     )
 
 
+@pytest.mark.slow
 def test_denoisers_have_several_objectives_too(tmp_path: Path) -> None:
     alone = [
         gradient_of(diffusion_trainer(tmp_path, reward, cut(), beta=beta))
@@ -203,6 +205,7 @@ def test_denoisers_have_several_objectives_too(tmp_path: Path) -> None:
         assert relative(gradient_of(trainer), expected) < 1e-12
 
 
+@pytest.mark.slow
 def test_encoder_decoders_have_several_objectives_too(tmp_path: Path) -> None:
     def of(reward: Any, policy: Any, **settings: Any) -> torch.Tensor:
         model = tiny_t5().double()
@@ -281,6 +284,7 @@ def test_an_objective_alone_is_a_run_without_objectives(tmp_path: Path) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6), name
 
 
+@pytest.mark.slow
 def test_an_objective_that_scored_no_row_of_a_step_leaves_the_others_be(tmp_path: Path) -> None:
     def silent(completions: list[str], **_: Any) -> list[None]:
         return [None] * len(completions)
@@ -451,7 +455,7 @@ def test_a_forecast_knows_them(tmp_path: Path, count: int) -> None:
 # Resume, ranks, rehearsals
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_resuming_is_bitwise_and_beta_goes_on_where_it_was(tmp_path: Path, stop: int) -> None:
     steered_objectives = {
@@ -515,6 +519,7 @@ def test_two_ranks_learn_what_one_does(tmp_path: Path) -> None:
             assert abs(mine[name] - theirs[name]) <= 1e-4 * max(1e-3, abs(theirs[name])), name
 
 
+@pytest.mark.slow
 def test_a_run_with_objectives_is_probed_and_verified(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, probe_worst_case=True, verify_plan=True, max_steps=1, **TWO)
     trainer.train()
@@ -631,6 +636,7 @@ def test_without_steering_beta_stays() -> None:
 # Alarms
 
 
+@pytest.mark.slow
 def test_bands_of_two_objectives_a_slow_judge_and_truncation_speak_once_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,7 +76,7 @@ def plans(trajectory: Trajectory, adapter: CausalLMAdapter) -> list[int]:
 PLAIN = UpdatePlan(micro_batch_tokens=400)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_in_double_nothing_but_rounding_differs(family: str, rewrites: bool, mon
             assert float(step.loss) == pytest.approx(float(plain.loss), rel=1e-11, abs=1e-12)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [2, 7, 20, 33, 64, 100])
 def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memsafe_rl.micro_batches._LEAST_TRUNK", 8)
@@ -106,7 +106,7 @@ def test_a_window_counts_positions_across_trunks(window: int, monkeypatch: pytes
         assert distance(found, wanted) < 3e-6
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rewrites", [True, False])
 @pytest.mark.parametrize("how", ["checkpointing", "offload_activations"])
 def test_activations_made_anew_or_moved_change_no_bit(

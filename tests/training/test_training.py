@@ -84,6 +84,7 @@ def test_a_run_learns_logs_and_reports(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["reward"] == lines[0]["reward"]
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_runs_and_others_do_not(tmp_path: Path) -> None:
     ends = []
     for seed in (1, 1, 2):
@@ -465,6 +466,7 @@ def test_dropout_is_off_in_the_update_unless_asked_for(tmp_path: Path) -> None:
     assert relative(noisy, quiet[0]) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_checkpointed_plan_holds_fewer_bytes_in_eval_mode(tmp_path: Path) -> None:
     peaks = []
     for checkpointing in (False, True):
@@ -517,6 +519,7 @@ def test_evaluation_changes_neither_weights_nor_samples(tmp_path: Path) -> None:
         plain.evaluate()
 
 
+@pytest.mark.slow
 def test_a_users_rollout_is_used_and_checked(tmp_path: Path) -> None:
     def constant(prompts: list[str], trainer: Any) -> dict[str, Any]:
         ids = trainer.processing_class(text=prompts)["input_ids"]
@@ -562,7 +565,7 @@ def test_a_weight_of_three_makes_three_gradients(tmp_path: Path) -> None:
     assert relative(weighted, 3 * plain) < 1e-5
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("weighs", [True, False])
 def test_what_the_sampler_saw_otherwise_is_rejected_and_counted(tmp_path: Path, weighs: bool) -> None:
     def drawn(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -694,6 +697,7 @@ def test_training_twice_starts_over_with_the_weights_as_they_are(tmp_path: Path)
     assert not torch.equal(weights(trainer), once)
 
 
+@pytest.mark.slow
 def test_completions_are_logged_with_the_log_also_after_a_resume(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_iterations": 2, "log_completions": True, "max_steps": 4}
     first = make_trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[StopAt(1)], **settings)
@@ -722,6 +726,7 @@ def test_callbacks_see_the_run_in_order(tmp_path: Path) -> None:
     assert [event for event in seen if event in order] == order
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,

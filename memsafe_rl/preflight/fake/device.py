@@ -155,8 +155,7 @@ class Memo:
 
     def answer(self, key: Hashable, args: Sequence[Any], mode: Any, ledger: StorageLedger) -> Any:
         """Makes results as they were made before, and has them counted; None where nobody knows how."""
-        known = self._recipes.get(key)
-        if known is None:
+        if (known := self._recipes.get(key)) is None:
             return None
         made = [self._made(recipe, args, mode) for recipe in known[1]]
         for recipe, one in zip(known[1], made, strict=True):
@@ -301,8 +300,8 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ask(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs an operator, or has its result made and counted as when it ran before."""
-        mode = torch._C._get_dispatch_mode(_FAKE)
-        mode = mode or next((one.fake_mode for one in args if type(one) is FakeTensor), None)
+        brought = (one.fake_mode for one in args if type(one) is FakeTensor)
+        mode = torch._C._get_dispatch_mode(_FAKE) or next(brought, None)
         if self._memory is None or mode is None:
             return func(*args, **kwargs)  # true numbers are asked for
         key = _MEMO.key(func, args, kwargs)

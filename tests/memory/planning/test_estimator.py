@@ -128,7 +128,7 @@ def test_an_update_holds_what_was_estimated(
     assert_near(adapter, sum(update_parts(work, plan).values()) / peak)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "t5-lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("lengths", [(8, 400), (400, 8), (300, 300)])

@@ -331,7 +331,7 @@ def test_the_two_counters_agree_on_what_a_training_step_holds(checkpointed: bool
             assert held == pytest.approx(peaks[1][phase][component], rel=2e-2, abs=16 * KIB), (phase, component)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_no_fault_corrupts_the_counts(checkpointed: bool) -> None:
     with SimulatedMemory() as memory:
@@ -447,7 +447,7 @@ def test_the_state_of_quantised_layers_is_theirs() -> None:
         assert held_by("cpu", weights=weights_of(eight))[Component.WEIGHTS] == 256 * 256 + 4 * 256
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @EXACT
 def test_weights_mapped_from_a_file_are_charged_when_loaded(exact: bool, tmp_path: Path) -> None:
     tiny_model("llama", layers=2, hidden=64).save_pretrained(tmp_path)

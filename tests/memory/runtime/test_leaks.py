@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from torch import nn
 
@@ -30,6 +31,7 @@ def test_a_streak_is_reported_once_and_a_new_one_again() -> None:
     assert alarms(5, 5, 5, 6, 7, 8, 9, 10, 10, 11, 12, 13, 14) == [6, 12]
 
 
+@pytest.mark.slow
 def test_a_leak_of_every_rollout_is_named_at_the_third_growth() -> None:
     assert alarms(10, 10, 20, 20, 30, 30, 40, 40, 50, 50, steps_per_rollout=2) == [7]
     assert alarms(10, 10, 20, 20, 30, 30, 40, 40, 50, 50) == []

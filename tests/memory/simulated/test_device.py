@@ -37,6 +37,7 @@ def train_step(checkpointed: bool = False) -> None:
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_the_allocator_and_the_ledger_agree_on_a_training_step(checkpointed: bool) -> None:
     with StorageLedger() as ledger:

@@ -103,7 +103,7 @@ def alone(model: Any, prompt: Tensor, tokens: list[int]) -> Tensor:
     return model(torch.cat([prompt, torch.tensor(tokens, dtype=torch.int64)])[None]).logits[0, -1]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "window"), [*((arch, 6) for arch in ARCHS), ("gemma2", 40), ("gemma3", 40)])
 def test_rows_join_at_any_length(arch: str, window: int) -> None:
     """Rows of four prompts, of which two come later and one is read in chunks and has drawn tokens before."""

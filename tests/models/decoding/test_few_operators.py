@@ -124,6 +124,7 @@ def test_with_and_without_kernels_logits_are_the_same(build: Any, monkeypatch: p
     torch.testing.assert_close(decoded(), by_kernels, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "a_layer"), [(small_qwen3, 32), (small_t5, 26)])
 def test_a_decoded_token_takes_few_operators_no_upload_and_one_read(build: Any, a_layer: float) -> None:
     found = []

@@ -98,7 +98,7 @@ def same(first: list[Completion], second: list[Completion]) -> bool:
     return [row.ids.tolist() for row in first] == [row.ids.tolist() for row in second]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [RolloutPlan(rows_in_flight=3), RolloutPlan(prefill_tokens=7), RolloutPlan(kv_bytes=40_000)],
@@ -139,6 +139,7 @@ def test_its_bytes_are_the_formulas_and_about_a_quarter(arch: str) -> None:
     assert peaks(small, lengths, RolloutPlan(kv_bytes=cap), ())[0] <= cap
 
 
+@pytest.mark.slow
 def test_an_encoder_decoders_cross_attention_is_kept_in_8_bits_too() -> None:
     adapter = adapter_for(BUILDERS["t5"](), pad_token_id=0)
     check_adapter(adapter)
@@ -156,6 +157,7 @@ def test_an_encoder_decoders_cross_attention_is_kept_in_8_bits_too() -> None:
 class TestTraining:
     """The trainer corrects what it learns from a rounded cache."""
 
+    @pytest.mark.slow
     def test_the_loss_is_corrected_by_importance_weights(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, cache_implementation="quantized", max_steps=1, max_completion_length=30)
         experience = trainer.loop.collect()

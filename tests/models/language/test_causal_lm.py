@@ -260,7 +260,7 @@ def test_no_mask_of_the_rows_is_built() -> None:
     assert ledger.square == 0
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_runs_on_fake_tensors(arch: str) -> None:
     with FakeTensorMode():

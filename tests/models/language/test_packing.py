@@ -191,7 +191,7 @@ class NothingSquare(TorchDispatchMode):
         return result
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "gpt_oss"])
 def test_no_plan_holds_a_mask_or_scores_of_all_tokens(

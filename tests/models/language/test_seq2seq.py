@@ -161,7 +161,7 @@ def test_logits_of_a_prefill_equal_each_prompts_own(family: str) -> None:
     assert_close(logits, torch.stack([alone(model, prompt, []) for prompt in prompts]), 1e-12)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL)
 def test_rows_join_at_any_length(family: str) -> None:
     """Rows of four prompts, of which two come later and one has drawn tokens before, that are read back in pieces."""
@@ -340,6 +340,7 @@ def test_tokens_do_not_depend_on_the_plan(family: str) -> None:
         assert tokens_of(roll_out(adapter, plan)) == expected
 
 
+@pytest.mark.slow
 def test_log_probs_are_those_of_teacher_forcing() -> None:
     adapter = adapter_of("t5")
     rows = roll_out(adapter, RolloutPlan(rows_in_flight=7))
@@ -385,7 +386,7 @@ def _smaller(unit: Any, give_up: Any) -> Any:
     return unit(RolloutPlan(rows_in_flight=3, prefill_tokens=20))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_an_encoder_is_called_once_per_unique_prompt(family: str) -> None:
     adapter = adapter_of(family)
@@ -403,7 +404,7 @@ def test_an_encoder_is_called_once_per_unique_prompt(family: str) -> None:
     assert read == [3]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart"])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 @pytest.mark.parametrize("lengths", [(50, 49, 20, 33), (150, 120, 149, 148, 147)])
@@ -425,6 +426,7 @@ def test_a_cache_stays_below_the_formula(family: str, share: float, lengths: tup
     assert len(rows) == GROUP * len(lengths)
 
 
+@pytest.mark.slow
 def test_giving_up_a_long_prompt_stays_below_the_formula() -> None:
     adapter, lengths = adapter_of("t5", torch.float32), (900, 899)
     geometry, keys = adapter.geometry, [[SequenceKey(1, 0, prompt, 0)] for prompt in range(2)]
@@ -445,6 +447,7 @@ def test_a_rollout_holds_what_was_estimated(family: str, prompts: tuple[int, ...
     assert LEAST <= sum(rollout_parts(work, plan).values()) / memory.peak_bytes <= MOST
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_an_exception() -> None:
     adapter = adapter_of("t5", torch.float32)
     step, calls = adapter.decode_step, []

@@ -57,6 +57,7 @@ def test_logprobs_are_the_models_own(arch: str) -> None:
     assert model.config._attn_implementation == before
 
 
+@pytest.mark.slow
 def test_an_adapter_takes_part() -> None:
     model = get_peft_model(small_model(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).eval()
     model.train()
@@ -65,6 +66,7 @@ def test_an_adapter_takes_part() -> None:
     assert gap(model.eval(), prompts_of(*LENGTHS), rows, settings_of(), group=3) < 1e-4
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_generates() -> None:
     model = small_model()
     rows = draw(engine_for(model), settings_of(temperature=0.0), group=1)
@@ -87,7 +89,7 @@ def test_a_rollout_repeats_and_moves_no_random_state() -> None:
     assert [row.ids.tolist() for row in other] != [row.ids.tolist() for row in first]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "room", "blocks"),
     [
@@ -152,6 +154,7 @@ def test_a_failure_in_its_thread_is_raised_here(
     assert [row.ids.tolist() for row in again] == [row.ids.tolist() for row in wanted]
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_had_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model()
 
@@ -167,6 +170,7 @@ def test_a_cache_that_cannot_be_had_is_out_of_memory(monkeypatch: pytest.MonkeyP
     assert len(draw(engine_for(model), settings_of())) == 9
 
 
+@pytest.mark.slow
 def test_an_interrupt_does_not_wait_for_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     alive = set(threading.enumerate())
 

@@ -124,6 +124,7 @@ def test_a_failing_vllm_ends_the_run_with_its_words(tmp_path: Path, monkeypatch:
     trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_memory_that_runs_out_in_it_is_planned_around(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -173,7 +173,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, li
     return weights(trainer), [record["reward"] for record in trainer.history]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("agent", [count_through, by_openai, by_async_openai])
 def test_an_agent_over_http_learns_what_an_environment_learns(
     agent: Any, expected: Any, harness: Any, tmp_path: Path
@@ -198,6 +198,7 @@ def test_lost_late_and_doubled_calls_change_nothing(expected: Any, harness: Any,
     assert torch.equal(weights(trainer), expected[0])
 
 
+@pytest.mark.slow
 def test_turns_come_with_the_ids_and_logprobs_that_are_trained_on(harness: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
 
@@ -218,6 +219,7 @@ def test_turns_come_with_the_ids_and_logprobs_that_are_trained_on(harness: Any, 
     assert any(answer["choices"][0]["token_ids"] for answer in seen)
 
 
+@pytest.mark.slow
 def test_an_agent_that_rewrites_its_conversation_trains_on_every_turn(harness: Any, tmp_path: Path) -> None:
     def forgetful(example: Mapping[str, Any], client: AgentClient) -> float:
         said = [
@@ -232,6 +234,7 @@ def test_an_agent_that_rewrites_its_conversation_trains_on_every_turn(harness: A
     assert trainer.history[-1]["episodes/sequences"] == trainer.history[-1]["episodes/mean_turns"]
 
 
+@pytest.mark.slow
 def test_an_agent_may_draw_twice_behind_one_conversation(harness: Any, tmp_path: Path) -> None:
     pairs: list[Any] = []
 
@@ -249,6 +252,7 @@ def test_an_agent_may_draw_twice_behind_one_conversation(harness: Any, tmp_path:
     assert trainer.history[-1]["episodes/sequences"] > 1.5
 
 
+@pytest.mark.slow
 def test_openais_client_draws_several_turns_behind_one_conversation_at_once(harness: Any, tmp_path: Path) -> None:
     drawn: list[set[tuple[int, ...]]] = []
 
@@ -267,6 +271,7 @@ def test_openais_client_draws_several_turns_behind_one_conversation_at_once(harn
     assert all(len(turns) == 3 for turns in drawn)
 
 
+@pytest.mark.slow
 def test_a_cut_turn_is_told_as_cut_and_the_agent_is_told_when_the_episode_is_over(harness: Any, tmp_path: Path) -> None:
     reasons, refusals = list[str](), list[Any]()
 
@@ -289,6 +294,7 @@ def test_a_cut_turn_is_told_as_cut_and_the_agent_is_told_when_the_episode_is_ove
     assert trainer.history[-1]["reward"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_failing_agent_has_no_reward_and_one_that_asks_for_nothing_is_refused(
     harness: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,6 +314,7 @@ def test_a_failing_agent_has_no_reward_and_one_that_asks_for_nothing_is_refused(
         trainer_of(tmp_path / "b", environment_factory=harness(lambda *_: 1.0)).train()
 
 
+@pytest.mark.slow
 def test_agents_are_let_go_where_an_error_ends_the_run(
     harness: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,6 +381,7 @@ def test_an_agent_that_fails_before_its_first_request_has_no_reward(harness: Any
     assert "no sandbox" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_no_agent_returns_any_more(harness: Any, tmp_path: Path) -> None:
     def breaks(*_: Any) -> float:
         raise OSError("no sandbox")

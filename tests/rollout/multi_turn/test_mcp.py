@@ -95,6 +95,7 @@ def test_the_tools_describe_themselves_and_answer(tools: MCPTools) -> None:
     assert step.failures == 0
 
 
+@pytest.mark.slow
 def test_what_fails_becomes_the_result_and_counts_as_a_failed_call(tools: MCPTools) -> None:
     step = called(tools, ("fail", {"reason": "no such city"}), ("add", {"a": "x"}), ("subtract", {}))
     assert step.failures == 3
@@ -223,6 +224,7 @@ def test_servers_that_cannot_be_used_are_refused(script: Path, monkeypatch: pyte
         MCPTools(["x"])
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_refused_however_slowly_its_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -126,6 +126,7 @@ def test_roles_that_cannot_act_are_refused() -> None:
         hub_of(with_lora(bias="all")).check("base")
 
 
+@pytest.mark.slow
 def test_three_roles_need_a_third_of_three_copies() -> None:
     def peak(copies: bool) -> tuple[int, int]:
         with SimulatedMemory() as memory:

@@ -176,7 +176,7 @@ def test_the_library_itself_falls_back(adapters: Callable[[str], CausalLMAdapter
 PAIRS = tiny_tokenizer(320)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -199,6 +199,7 @@ def test_it_equals_the_librarys_own_decoding(changes: dict[str, Any]) -> None:
     assert adapter.model.generation_config.num_beams == 3
 
 
+@pytest.mark.slow
 def test_what_was_begun_is_gone_on_with(adapters: Callable[[str], CausalLMAdapter]) -> None:
     adapter = adapters("mamba")
     settings = replace(SETTINGS, repetition_penalty=1.3, encoder_no_repeat_ngram_size=2, min_new_tokens=7)
@@ -235,6 +236,7 @@ def test_waves_keep_to_the_plan_and_hold_rows_of_one_length(adapters: Callable[[
         hook.remove()
 
 
+@pytest.mark.slow
 def test_a_wave_that_runs_out_of_memory_is_repeated_and_leaves_nothing(
     adapters: Callable[[str], CausalLMAdapter],
 ) -> None:

@@ -281,6 +281,7 @@ def test_log_probs_are_of_the_distribution_sampled_from_and_of_the_model() -> No
     assert (values[1] > values[2] + 1e-3).any()
 
 
+@pytest.mark.slow
 def test_sampling_follows_the_processed_distribution() -> None:
     """Chi-square over 20,000 draws of one row, tokens expected fewer than five times together."""
     count = 20_000

@@ -108,7 +108,7 @@ PLANS = (
 )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("arch", ["qwen3", "gemma3"])
 def test_plans_draw_alike(arch: str, plan: RolloutPlan) -> None:
@@ -190,6 +190,7 @@ def test_weights_that_moved_are_not_read_with_what_was_kept(replaced: bool) -> N
     assert_same(converse(adapter, under(ROOMY), kept, 1), expected)
 
 
+@pytest.mark.slow
 def test_caches_in_8_bits_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of()
     adapter.cache_in_8_bits(True)

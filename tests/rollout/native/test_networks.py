@@ -49,7 +49,7 @@ def test_wave_size_changes_no_token(vocab: int, tokens: int) -> None:
     assert sum(len(row.ids) for row in whole) > 4 * tokens
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["qwen2", "llama", "gemma3", "gpt2"])
 def test_compaction_and_padding_change_no_token(arch: str) -> None:
     adapter = adapter_of(arch)
@@ -62,7 +62,7 @@ def test_compaction_and_padding_change_no_token(arch: str) -> None:
     assert len({len(row.ids) for row in whole}) > 4
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_greedy_equals_generate(penalty: float) -> None:
     adapter, prompts = adapter_of(), prompts_of(6)

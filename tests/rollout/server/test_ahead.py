@@ -60,7 +60,7 @@ def gap_of(model: Any, rows: Any, row: int) -> float:
     return float((own - rows.sampling_logprobs.rows()[row]).abs().max())
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"num_iterations": 2, "max_steps": 10}], ids=["one step", "two steps"])
 def test_rollouts_carry_weights_that_are_one_rollout_old(
     more: dict[str, Any], tmp_path: Path, server: FakeServer
@@ -141,6 +141,7 @@ def test_a_server_that_fails_for_a_moment_changes_no_token(tmp_path: Path, serve
     assert next(calls) > 3 * 8
 
 
+@pytest.mark.slow
 def test_what_a_dead_server_leaves_undrawn_is_drawn_later(
     tmp_path: Path, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:

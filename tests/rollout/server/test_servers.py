@@ -125,6 +125,7 @@ def test_rows_of_a_server_that_dies_come_from_another_or_from_the_own_engine(
     assert servers[0].url in caplog.text
 
 
+@pytest.mark.slow
 def test_without_the_own_engine_the_dead_servers_are_named(
     tmp_path: Path, model: Any, servers: list[FakeServer]
 ) -> None:
@@ -136,6 +137,7 @@ def test_without_the_own_engine_the_dead_servers_are_named(
         rows_of(engine)
 
 
+@pytest.mark.slow
 def test_a_server_that_never_served_ends_the_run(tmp_path: Path, model: Any, servers: list[FakeServer]) -> None:
     servers[0].stop()
     with pytest.raises(MemsafeError, match="No vLLM server drew 12 of 12"):
@@ -175,7 +177,7 @@ def test_a_torn_weight_file_never_reaches_a_server(
     assert "are damaged" in caplog.text
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("label", [True, False])
 def test_weights_that_did_not_arrive_whole_are_found_by_the_probe(
     label: bool, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -190,7 +192,7 @@ def test_weights_that_did_not_arrive_whole_are_found_by_the_probe(
         rows_of(engine_on(tmp_path / "alone", model, servers[0]))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["/pause", "/collective_rpc", "/resume", "/inference/v1/generate"])
 def test_a_server_that_answers_500_is_left_out(
     route: str, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -252,7 +254,7 @@ SPOILT: dict[str, Spoil] = {
 }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_an_answer_that_is_not_the_completion_is_refused(
     spoil: Spoil, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
@@ -265,6 +267,7 @@ def test_an_answer_that_is_not_the_completion_is_refused(
         rows_of(alone)
 
 
+@pytest.mark.slow
 def test_what_was_answered_is_kept_when_the_own_engine_runs_out_of_memory(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
 ) -> None:

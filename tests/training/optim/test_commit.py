@@ -166,6 +166,7 @@ def test_a_fused_step_survives_faults_too(kind: type, settings: dict[str, Any], 
     assert same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_torch", "adafactor"])
 def test_with_a_loss_scale_no_fault_unscales_or_clips_twice(name: str, counter: CountingAllocator) -> None:
     def scaler() -> torch.amp.GradScaler:
@@ -201,6 +202,7 @@ class Rude(torch.optim.Optimizer):
         self.inner.step()
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_unknown_make_is_undone_too(counter: CountingAllocator) -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return Rude(model.parameters())

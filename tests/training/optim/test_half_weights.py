@@ -138,6 +138,7 @@ def learned(choice: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 300) 
     return committer.half.stepped(weight).detach().double(), end, loss
 
 
+@pytest.mark.slow
 def test_at_small_rates_only_steps_in_float32_learn() -> None:
     _, exact, best = learned(None, torch.float32)
     _, plain, unlearned = learned(False)
@@ -444,7 +445,7 @@ IN_FLOAT32 = [
 """Optimizers on the weights themselves; the first keeps its state in float32, which torch would round when it loads."""
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [*({"master_weights": one, "learning_rate": 1e-4} for one in CHOICES), *IN_FLOAT32])
 def test_resuming_is_bitwise(own: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **own}
