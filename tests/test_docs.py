@@ -132,6 +132,7 @@ def test_the_policy_of_the_docs_plans() -> None:
     assert (type(update), update.checkpointing) == (UpdatePlan, True)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_users_own_train_together(tmp_path: Path) -> None:
     scope: dict[str, Any] = {"__name__": "docs"}
     for block in blocks((ROOT / "docs" / "extending.md").read_text(), "python"):

@@ -22,6 +22,7 @@ class Referee:
         self.records.append(figures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["memsafe_rl", "generate"])
 def test_an_engine_samples_every_row_to_its_end(engine: str) -> None:
     row = rollout.Row(2, 3, (4, 9), 5, ragged=False)
@@ -39,6 +40,7 @@ def test_half_of_the_ragged_completions_are_short() -> None:
     assert 22 * row.rows < tokens < 48 * row.rows
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("side", ["memsafe_rl", "TRL, fast"])
 def test_a_turn_is_a_rollout_and_its_updates(side: str) -> None:

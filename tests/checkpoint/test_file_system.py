@@ -321,6 +321,7 @@ class TestAFolderThatChangesUnderTheRun:
         assert not away or sound(elsewhere)[:2] == ["checkpoint-1", "checkpoint-2"]
         assert find_checkpoint(run, True) == run / f"checkpoint-{ALL}"
 
+    @pytest.mark.slow
     def test_it_is_reached_by_a_link(self, run: Path, whole: torch.Tensor) -> None:
         link = run.with_name("link")
         link.symlink_to(run, target_is_directory=True)
@@ -346,6 +347,7 @@ class TestAFolderThatChangesUnderTheRun:
         assert torch.equal(weights(trainer), whole)
         assert len(sound(tmp_path / "run")) == ALL
 
+    @pytest.mark.slow
     def test_the_clock_was_set_back(self, run: Path, whole: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         for number, path in enumerate([*sorted(run.rglob("*")), run]):
             os.utime(path, (2e9 - 1e6 * number,) * 2)
@@ -353,6 +355,7 @@ class TestAFolderThatChangesUnderTheRun:
         monkeypatch.setattr(time, "time", lambda: real() - 1e8)
         ends_whole(run, whole)
 
+    @pytest.mark.slow
     def test_users_own_files_stay_as_they_are(self, run: Path, whole: torch.Tensor) -> None:
         mine = {
             name: run / name
@@ -367,6 +370,7 @@ class TestAFolderThatChangesUnderTheRun:
         trainer_in(run, overwrite_output_dir=True, max_steps=1).train()
         assert {name: path.read_text() for name, path in mine.items()} == dict.fromkeys(mine, "mine")
 
+    @pytest.mark.slow
     def test_a_file_has_a_checkpoints_name(self, run: Path, whole: torch.Tensor) -> None:
         (run / "checkpoint-3").write_text("mine")
         broken(SaveError, r"checkpoint-3 was not saved: File exists.* Move what", trainer_in(run).train, True)
@@ -374,6 +378,7 @@ class TestAFolderThatChangesUnderTheRun:
         (run / "checkpoint-3").unlink()
         ends_whole(run, whole)
 
+    @pytest.mark.slow
     def test_another_runs_checkpoint_is_neither_taken_nor_deleted(self, run: Path, whole: torch.Tensor) -> None:
         for number in (3, 9):
             shutil.copytree(run / "checkpoint-1", run / f"checkpoint-{number}")
@@ -423,7 +428,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 class TestWhatIsReadBack:
     """Torn, missing or foreign files cost at most the steps after the last sound checkpoint."""
 
-    @pytest.mark.slow_after(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("content", [None, "", '{"run_id": "', "[1]", '{"run_id": 7}', '{"start": "x"}', b"\xff"])
     def test_run_json_is_missing_or_torn(self, run: Path, whole: torch.Tensor, content: str | bytes | None) -> None:
         written = json.loads((run / "run.json").read_text())["run_id"]
@@ -447,7 +452,7 @@ class TestWhatIsReadBack:
         assert sound(run / "previous" / "theirs") == ["checkpoint-1", "checkpoint-2"]
         assert [one["step"] for one in trainer.history] == [1, 2, 3, 4, 5]
 
-    @pytest.mark.slow_after(1)
+    @pytest.mark.slow
     @pytest.mark.parametrize("damage", ["missing", "empty", "cut", "unterminated", "garbage", "a newer start's"])
     @pytest.mark.parametrize("name", LOGS[:2])
     def test_a_log_is_damaged(self, run: Path, whole: torch.Tensor, name: str, damage: str) -> None:
@@ -490,6 +495,7 @@ class TestWhatIsReadBack:
         broken(DamagedCheckpointError, "checkpoint-2.*which is damaged", claim, run, run / "checkpoint-2")
         assert sorted(path for path in run.rglob("*") if path.name != ".run.lock") == held
 
+    @pytest.mark.slow
     def test_the_newest_is_damaged(self, run: Path, whole: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
         (run / "checkpoint-2" / "training_state.pt").unlink()
         ends_whole(run, whole)
@@ -506,6 +512,7 @@ class TestWhatIsReadBack:
             broken(ConfigError, r"format 2, of a newer memsafe-rl \(9.1\).*Upgrade memsafe-rl", claim, run, resume)
         assert claim(run, run / "checkpoint-1").checkpoint == run / "checkpoint-1"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("into", ["its own folder", "a new one"])
     def test_a_checkpoint_alone_is_enough(self, run: Path, whole: torch.Tensor, into: str, tmp_path: Path) -> None:
         alone = tmp_path / "else where" / "checkpoint-2"

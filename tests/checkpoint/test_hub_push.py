@@ -71,6 +71,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "push_to_hub": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "places"),
     [

@@ -229,6 +229,7 @@ save_weights(Path(sys.argv[1]), write, None, replace=False, overwrite=False)
         assert (tmp_path / "final" / "previous" / "unknown" / "model.safetensors").read_text() == "theirs"
         assert torch.equal(model_in(tmp_path / "final"), weights(trainer))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("beside", [False, True])
     def test_a_checkpoint_of_the_run_is_refused_by_name(self, tmp_path: Path, beside: bool) -> None:
         class Saves(TrainerCallback):
@@ -263,6 +264,7 @@ class TestMovingAside:
         assert checkpoints(tmp_path) == []
         assert not list(tmp_path.glob(".moving*"))
 
+    @pytest.mark.slow
     def test_what_the_user_keeps_beside_it_stays(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, log_completions=True)
         result = trainer.train()
@@ -279,6 +281,7 @@ class TestMovingAside:
         assert {"train_results.json", "all_results.json", "trainer_state.json", "completions"} <= moved
         assert [path.name for path in (tmp_path / "completions").iterdir()] == ["chosen.txt"]
 
+    @pytest.mark.slow
     def test_a_folder_of_the_users_named_as_a_checkpoint_moves_aside(self, tmp_path: Path) -> None:
         make_trainer(tmp_path, max_steps=1, **SAVING).train()
         (tmp_path / "checkpoint-2").mkdir()
@@ -571,6 +574,7 @@ def test_the_best_step_that_was_not_saved_is_named(tmp_path: Path, caplog: pytes
     assert "the best step, 3, was not saved, so that of checkpoint-2 is loaded, the best when it was" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [lambda held: held[:100] + b"x" + held[101:], lambda held: held[:100]])
 def test_a_damaged_best_checkpoint_is_not_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]

@@ -251,6 +251,7 @@ def test_numbers_of_numpy_in_the_trainers_state_are_saved(tmp_path: Path) -> Non
     assert resumed.state.best_metric == 0.5
 
 
+@pytest.mark.slow
 def test_a_record_keeps_its_own_fields_whatever_a_user_logs(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     mine = {"start": 7, "redone": True, "run_id": "mine", "epoch": 40.0, "seconds": 3.0, "step": 99}

@@ -188,6 +188,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path, caplog: pyte
             shutil.rmtree(tmp_path / "damaged")
 
 
+@pytest.mark.slow
 def test_auto_starts_anew_where_there_is_nothing_to_resume(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=1, resume_from_checkpoint="auto", **SAVING).train()
     trainer = make_trainer(tmp_path, max_steps=2, resume_from_checkpoint="auto", **SAVING)

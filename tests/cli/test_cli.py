@@ -502,6 +502,7 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
     assert (again.exit_code, again.stderr) == (2, "error: 'out/merged' is there and not empty. Give a new folder.\n")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_in_another_type(tiny_run: Path, tmp_path: Path) -> None:
     assert invoke(tiny_run, "--max-steps", "1").exit_code == 0
     found = RUNNER.invoke(app, ["export", "out/checkpoint-1", "half", "--dtype", "bfloat16"])
@@ -534,6 +535,7 @@ def test_mistakes_that_the_trainer_finds(tiny_run: Path, tmp_path: Path) -> None
 # A simulated device
 
 
+@pytest.mark.slow
 def test_a_run_on_a_simulated_device_tells_what_it_held(tiny_run: Path, tmp_path: Path) -> None:
     result = invoke(tiny_run, "--simulate", "64MiB", "--use-cpu", "false", "--eval-strategy", "no")
     assert result.exit_code == 0, result.output
@@ -552,6 +554,7 @@ def test_a_run_on_a_simulated_device_tells_what_it_held(tiny_run: Path, tmp_path
     assert written[0]["memory/budget_bytes"] == int(0.9 * 64 * 2**20)
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_on_a_simulated_device(tiny_run: Path) -> None:
     result = invoke(tiny_run, "--simulate", "400KiB")
     assert result.exit_code == 2
@@ -574,6 +577,7 @@ def rows_of(table: str) -> dict[str, list[str]]:
     return {line[0]: line[1:] for line in lines}
 
 
+@pytest.mark.slow
 def test_a_run_is_verified(tiny_run: Path, tmp_path: Path) -> None:
     result = invoke_verify(tiny_run, "--reward-funcs", "reward_of_this_test:forbidden")
     assert result.exit_code == 0, result.output
@@ -690,6 +694,7 @@ def test_flags_are_split_as_written() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["memsafe_rl", "memsafe_rl.cli"])
 def test_the_command_runs_as_a_module_too(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)

@@ -266,6 +266,7 @@ def test_forecast_and_plans_are_compared_with_what_was_measured(tmp_path: Path) 
     assert "rollout - 3.00 MiB - 2 +10.0% +10.0% +10.0%" in told
 
 
+@pytest.mark.slow
 def test_a_forecast_of_tensors_is_not_held_against_a_whole_process(tmp_path: Path) -> None:
     """On a plain CPU every forecast was 99 % off."""
     forecast = {"event": "forecast", "step": 0, "predicted_peak_bytes": 6 * MIB, "phases": {"update": 6 * MIB}}
@@ -353,6 +354,7 @@ def test_charts_of_nothing_but_zeros_are_listed_instead(tmp_path: Path) -> None:
     assert "Truncated completions" in figures(folder)
 
 
+@pytest.mark.slow
 def test_a_phone_gets_larger_letters_and_tables_without_columns(tmp_path: Path) -> None:
     html = html_of(write(tmp_path, [step(1)]))
     assert re.search(r"@media \(max-width: 620px\) \{ svg text \{ font-size: 13.5px !important", html)

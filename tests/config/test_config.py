@@ -879,6 +879,7 @@ def test_optimizers_step(optim: str, optim_args: str | None) -> None:
     assert scheduler.get_last_lr() == pytest.approx([0.1])
 
 
+@pytest.mark.slow
 def test_optimizer_arguments_are_those_that_transformers_reads() -> None:
     names = {name for known in OPTIMIZER_ARGUMENTS.values() for name in known}
 

@@ -105,6 +105,7 @@ def test_the_python_of_a_page_knows_every_name_and_imports_none_in_vain(tmp_path
     assert found.returncode == 0, found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("yaml"))
 def test_the_run_files_of_a_page_are_read(page: Path, reader: Path) -> None:
     for block in blocks(page, "yaml"):

@@ -95,7 +95,7 @@ def test_no_cut_of_an_update_changes_a_logprob(family: str) -> None:
         assert torch.equal(gradient(adapter, trajectory, cut, packed=packed)[0], whole)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_weights_under_autocast_get_one_gradient_from_all_cuts(family: str, invariant: bool) -> None:
@@ -109,6 +109,7 @@ def test_float32_weights_under_autocast_get_one_gradient_from_all_cuts(family: s
     assert apart < 1e-6 if invariant else apart > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.bfloat16, None], ids=["autocast", "as they are"])
 def test_adapters_on_a_half_precision_base_get_one_gradient_from_all_cuts(kind: torch.dtype | None) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)

@@ -43,6 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_lora_on_a_quantised_base(folder: str, kind: str) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)

@@ -88,7 +88,7 @@ def pay_some(completions: Sequence[str], **_: object) -> list[float | None]:
     return [None if 2 * place < len(completions) else len(text) for place, text in enumerate(completions)]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reward", [count_digits, pytest.param(pay_some, marks=pytest.mark.slow)])
 def test_it_is_what_transformers_computes_of_the_whole_step(family: str, reward: Any, tmp_path: Path) -> None:

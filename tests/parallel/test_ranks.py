@@ -402,12 +402,14 @@ def test_ranks_that_fail_at_once_do_not_wait_for_each_other(outcomes: list[Found
     assert [found["fail together"] for found in outcomes] == ["no error", "no error"]
 
 
+@pytest.mark.slow
 def test_objects_that_cannot_be_sent_fail_before_anybody_waits_for_them(outcomes: list[Found]) -> None:
     failed, other = (found["cannot be sent"] for found in outcomes)
     assert "pickle" in failed.lower()
     assert other.startswith("MemsafeError: Rank 0 ended the run: ")
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_the_collective_it_hits(outcomes: list[Found]) -> None:
     interrupted, other = (found["interrupt"] for found in outcomes)
     assert interrupted == ["interrupted"]
@@ -415,17 +417,20 @@ def test_ctrl_c_waits_for_the_collective_it_hits(outcomes: list[Found]) -> None:
     assert other[1].startswith("Rank 0 ended the run: KeyboardInterrupt. This rank")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_without_a_word_ends_the_others_too(outcomes: list[Found]) -> None:
     (found, _) = (found["leave"] for found in outcomes)
     assert found[0].startswith("MemsafeError: rank 0 lost the others (")
     assert found[1].startswith("MemsafeError: An earlier collective of this rank did not complete")
 
 
+@pytest.mark.slow
 def test_a_collective_allocates_nothing_that_could_be_refused(outcomes: list[Found]) -> None:
     for found in outcomes:
         assert found["allocations"] == {"sum_gradients": 0, "wait": 0, "gather": 0, "fail": 0}
 
 
+@pytest.mark.slow
 def test_gradients_must_be_there_before_the_sum(outcomes: list[Found]) -> None:
     for found in outcomes:
         assert found["no gradients"] == "AssertionError: complete the gradients before they are summed"

@@ -569,6 +569,7 @@ def scout_for(forecast: MemoryForecast) -> Scout:
     return Scout(AdaptivePolicy(), "cuda", forecast.budget_bytes, dict(forecast.corrections))
 
 
+@pytest.mark.slow
 class TestSearch:
     """What else would fit, and whether a forecast agrees."""
 
@@ -577,6 +578,7 @@ class TestSearch:
         found = scout_for(small_card).outlook(small_card.job)
         assert found.peak_bytes == pytest.approx(small_card.peak_bytes, rel=0.15)
 
+    @pytest.mark.slow
     def test_the_longest_completion_fits_and_the_next_does_not(self, small_card: MemoryForecast) -> None:
         job = replace(small_card.job, geometry=replace(small_card.job.geometry, max_positions=10**6))
         scout = scout_for(small_card)

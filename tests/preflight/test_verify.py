@@ -39,6 +39,7 @@ def without_times(history: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if not k.startswith(bytes_and_times)} for record in history]
 
 
+@pytest.mark.slow
 def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(**LEAN), reward_funcs=never)
     found = verify_plan(trainer.loop)
@@ -60,7 +61,7 @@ def test_three_plans_are_equal_and_differently_cut(tmp_path: Path) -> None:
     assert (found.tolerance, found.precision) == (1e-5, "float32")
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -199,6 +200,7 @@ def test_denominators_of_micro_batches_are_caught(
     assert trainer.memory_events[0]["passed"] is False
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
     assert "gradient after failures differs" in found.sentence()
 
 
+@pytest.mark.slow
 def test_tokens_that_depend_on_the_wave_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = sequences.key_tensor
 
@@ -406,6 +409,7 @@ def _same_threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_every_arm_begins_with_the_optimizer_on_the_device(tmp_path: Path) -> None:
     with SimulatedMemory() as device:
         policy = FixedPolicy(RolloutPlan(3, park_optimizer=True), UpdatePlan(24, park_optimizer=True))

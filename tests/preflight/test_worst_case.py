@@ -118,6 +118,7 @@ def test_the_last_moment_is_as_high_as_the_rollouts_own_peak(tmp_path: Path, pro
     assert probed["update"] == pytest.approx(step["memory/update_peak_bytes"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_rollout_holds_most_as_its_cache_grows(tmp_path: Path) -> None:
     """With one block and a small vocabulary, the old store and random numbers are a third of what the new cache is."""
     with SimulatedMemory():
@@ -414,6 +415,7 @@ def test_the_longest_prompt(tmp_path: Path, settings: dict[str, Any], tokens: in
     assert longest.row_tokens == tokens + 6
 
 
+@pytest.mark.slow
 def test_a_stream_without_a_usable_prompt_is_refused(tmp_path: Path) -> None:
     stream = Dataset.from_dict({"prompt": ["1" * 30] * 4}).to_iterable_dataset()
     trainer = make_trainer(tmp_path, train_dataset=stream, max_prompt_length=20)

@@ -45,7 +45,7 @@ def make_trainer(folder: Path, *, policy: Any = None, plan: Any = None, peft: An
     )
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("peft", [None, LORA], ids=["full", "lora"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_a_run_learns_and_resumes_bitwise(peft: Any, beta: float, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def make_trainer(folder: Path, policy: Any = None, given: Any = None, **settings
     )
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_policy(tmp_path: Path) -> None:
     make_trainer(tmp_path).train()
     scheduler = DDIMScheduler(prediction_type="sample", timestep_spacing="trailing", eta=0.5)

@@ -452,6 +452,7 @@ def test_scripted_users_answer_once_a_round(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ memory and checkpoints
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_in_a_turn_changes_nothing(tmp_path: Path) -> None:
     def run(fail_at: tuple[int, ...] = ()) -> tuple[torch.Tensor, Any, list[Any]]:
         Digits.made.clear()

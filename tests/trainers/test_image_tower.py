@@ -148,6 +148,7 @@ def test_recomputed_blocks_give_the_same_gradient(tmp_path: Path) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> None:
     trainer = made(tmp_path, learner(), max_steps=2, learning_rate=1e-2)
     trainer.loop.begin(None)
@@ -162,6 +163,7 @@ def test_tokens_are_those_of_the_network_as_it_has_become(tmp_path: Path) -> Non
         torch.testing.assert_close(trajectory.sampling_logprobs.rows()[place], own.float(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_reads_with_weights_that_moved_since_the_rollout(tmp_path: Path) -> None:
     start = learner()
 
@@ -287,7 +289,7 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path, family: str, more: dict[s
     assert torch.equal(weights(part), weights(whole))
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GRPOTrainer, RLOOTrainer])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_part_of_a_network_moves_as_with_trl(tmp_path: Path, family: str, kind: Any) -> None:
@@ -317,6 +319,7 @@ def partly_whole(family: str) -> LoraConfig:
     return LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[saved], init_lora_weights=False)
 
 
+@pytest.mark.slow
 def test_a_tower_is_frozen_or_not_when_a_trainer_is_made(tmp_path: Path) -> None:
     trainer = made(tmp_path / "a", learner(), max_steps=1)
     trainer.model.model.visual.requires_grad_(False)

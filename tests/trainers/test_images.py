@@ -188,6 +188,7 @@ def test_a_tower_that_runs_out_of_memory_is_run_again(tmp_path: Path, family: st
             assert torch.equal(weights(found), weights(plain))
 
 
+@pytest.mark.slow
 def test_a_group_shares_the_bytes_of_its_images(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "w1"}], "image": picture(64, 64), "goal": 1}
 

@@ -187,6 +187,7 @@ def test_the_checkpoint_of_another_network_is_refused_and_leaves_the_weights_alo
     assert torch.equal(weights(trainer), before)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_be_named_by_a_path_and_by_nothing_else(tmp_path: Path) -> None:
     make_trainer(tmp_path, save_strategy="steps", save_steps=1, max_steps=1).train()
     resumed = make_trainer(tmp_path, max_steps=2)

@@ -244,6 +244,7 @@ def test_the_loss_of_an_evaluation_is_that_of_an_update_on_its_completions(loss_
     assert found != 0
 
 
+@pytest.mark.slow
 def test_the_best_model_may_be_chosen_by_its_loss(tmp_path: Path) -> None:
     sets = {"easy": Dataset.from_dict({"prompt": PROMPTS[:2]}), "hard": Dataset.from_dict({"prompt": PROMPTS[2:3]})}
     settings: dict[str, Any] = {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "beta": 0.1}

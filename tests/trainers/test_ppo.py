@@ -60,7 +60,7 @@ def make_ppo(
     return trainer
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", CRITICS)
 def test_a_run_learns_and_reports(critic: str, tmp_path: Path) -> None:
     trainer = make_ppo(tmp_path, critic, kl_target=1.0)
@@ -78,7 +78,7 @@ def test_a_run_learns_and_reports(critic: str, tmp_path: Path) -> None:
     assert first["loss"] == pytest.approx(first["policy_loss"] + 0.1 * first["value_loss"], rel=1e-5)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", CRITICS)
 def test_the_first_ratio_is_1(critic: str, tmp_path: Path) -> None:
     """Old log-probs are the first update's own, though all rows are scored before it; the second has moved."""
@@ -255,6 +255,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(critic: str, tmp_path: Path) -> None:
         assert scales[0] == scales[1] != 1.0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_critic_is_refused(tmp_path: Path) -> None:
     make_ppo(tmp_path, "trunk", max_steps=1, save_strategy="steps", save_steps=1).train()
     with pytest.raises(ConfigError, match="weights of the critic differ"):

@@ -163,6 +163,7 @@ def test_a_warm_up_that_would_move_the_policy_is_refused(tmp_path: Path) -> None
         PPOConfig(use_cpu=True, critic_warmup_rollouts=1, weight_decay=0.1)
 
 
+@pytest.mark.slow
 def test_returns_have_a_lambda_of_their_own(tmp_path: Path) -> None:
     """At lambda 1 and no discount a return is the sum of what follows; advantages keep the policy's lambda."""
 

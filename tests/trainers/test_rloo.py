@@ -136,6 +136,7 @@ def test_the_gradient_does_not_depend_on_the_cut(dtype: torch.dtype, tolerance: 
         assert relative(gradient(**plan), whole) < tolerance, plan
 
 
+@pytest.mark.slow
 def test_rewards_pay_for_the_kl_and_the_first_ratio_is_1(tmp_path: Path) -> None:
     trainer = make_rloo(tmp_path, normalize_advantages=True, epsilon=1e-3, max_steps=4)
     trainer.train()

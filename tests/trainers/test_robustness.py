@@ -40,6 +40,7 @@ def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint-3").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("critic", [False, True])
 def test_user_code_that_leaves_autograd_off_changes_nothing(critic: bool, tmp_path: Path) -> None:
     def careless(completions: list[str], **_: Any) -> list[float]:
@@ -77,6 +78,7 @@ def test_the_best_step_is_saved_when_asked_for(tmp_path: Path) -> None:
     assert Path(trainer.state.best_model_checkpoint).is_dir()
 
 
+@pytest.mark.slow
 def test_a_best_step_that_was_not_saved_keeps_the_last_weights_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -448,6 +450,7 @@ def test_what_does_not_fit_is_named_with_the_limit_that_refused_it(tmp_path: Pat
     assert device.capacity_bytes is None
 
 
+@pytest.mark.slow
 def test_hints_of_checkpointing_move_activations_and_no_weight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,7 +88,7 @@ def test_rectangles_cover_every_pair_once(rows, budget):
     assert cut_columns(0, columns, budget) == []
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_any_split_gives_the_same_gradient_and_the_same_measures(name, dtype, tolerance):

@@ -64,6 +64,7 @@ class Phased:
         return [float(len(text) % 3) for text in completions]
 
 
+@pytest.mark.slow
 def test_what_rewards_log_in_an_evaluation_is_the_evaluations(tmp_path: Path) -> None:
     """It was averaged with the next step's."""
     paid = Phased()

@@ -186,6 +186,7 @@ make_trainer(Path({str(tmp_path)!r}), callbacks=[At("on_step_end", 1, lambda: os
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grace", [0.0, 60.0])
 def test_a_signal_while_a_checkpoint_is_read_leaves_it_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace: float

@@ -148,7 +148,7 @@ def test_a_first_step_without_any_gradient_moves_no_weight_under_any_plan(tmp_pa
     assert torch.equal(weights(trainer), before)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

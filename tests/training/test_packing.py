@@ -65,6 +65,7 @@ def test_the_default_packs_and_its_plan_is_proved(tmp_path: Path) -> None:
     assert found.chosen.gradient_difference <= found.tolerance
 
 
+@pytest.mark.slow
 def test_packed_updates_hold_less_and_run_within_less(tmp_path: Path) -> None:
     peaks = []
     for packed in (False, True):

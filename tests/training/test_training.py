@@ -180,6 +180,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
+@pytest.mark.slow
 def test_the_policy_is_asked_once_a_rollout_and_once_a_step(tmp_path: Path) -> None:
     calls: list[str] = []
 
@@ -215,6 +216,7 @@ def test_the_first_ratio_is_exactly_one_and_later_old_logprobs_are_the_first_one
     assert trainer.history[1]["approx_kl/k3_token"] > 0.0
 
 
+@pytest.mark.slow
 def test_old_logprobs_scored_ahead_equal_those_kept_from_the_first_update(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 4, "steps_per_generation": 2}
     trainer = make_trainer(tmp_path, max_steps=1, num_iterations=2, beta=0.1, **settings)
@@ -229,6 +231,7 @@ def test_old_logprobs_scored_ahead_equal_those_kept_from_the_first_update(tmp_pa
     assert gap.abs().max() < 1e-5
 
 
+@pytest.mark.slow
 def test_rows_without_advantage_are_skipped_without_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def half_flat(completions: list[str], **_: Any) -> list[float]:
         rewards = count_digits(completions)
@@ -290,6 +293,7 @@ def test_the_kl_that_is_watched_is_that_of_the_rows_that_were_run(tmp_path: Path
     assert second["approx_kl/k1_sequence"] == pytest.approx(-float(sums.mean()), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_path: Path) -> None:
     def flat_for_zero(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         rewards = count_digits(completions)
@@ -503,6 +507,7 @@ def test_vespo_refuses_a_sequence_weight_for_every_token(tmp_path: Path) -> None
         make_trainer(tmp_path, loss_type="vespo", rollout_func=lambda *_: {})
 
 
+@pytest.mark.slow
 def test_evaluation_changes_neither_weights_nor_samples(tmp_path: Path) -> None:
     prompts = Dataset.from_dict({"prompt": PROMPTS[:3]})
     plain = make_trainer(tmp_path)
@@ -688,6 +693,7 @@ def test_a_tool_that_cannot_be_described_is_refused_by_name(tmp_path: Path) -> N
         )
 
 
+@pytest.mark.slow
 def test_training_twice_starts_over_with_the_weights_as_they_are(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -34,6 +35,7 @@ def test_an_adapter_of_peft_learns_against_its_base(tmp_path: Path) -> None:
     assert trainer.history[1]["kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_bit_for_bit(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "whole", model=TinyGRU(), max_steps=4)
     whole.train()

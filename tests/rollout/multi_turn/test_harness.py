@@ -390,6 +390,7 @@ def test_a_run_ends_where_no_agent_returns_any_more(harness: Any, tmp_path: Path
         trainer_of(tmp_path, environment_factory=harness(breaks), max_steps=40).train()
 
 
+@pytest.mark.slow
 def test_what_an_agent_writes_into_its_row_stays_its_own(harness: Any) -> None:
     sizes: list[int] = []
 
@@ -406,6 +407,7 @@ def test_what_an_agent_writes_into_its_row_stays_its_own(harness: Any) -> None:
     assert len(row["prompt"]) == 1
 
 
+@pytest.mark.slow
 def test_tools_that_come_later_are_told_to_the_model(harness: Any) -> None:
     def agent(example: Mapping[str, Any], client: AgentClient) -> float:
         answer = chat(client, messages := [{"role": "user", "content": "plan"}])["choices"][0]["message"]
@@ -495,7 +497,7 @@ def test_whoever_waits_for_a_turn_hears_of_the_end_of_the_endpoint() -> None:
         assert request.refused is not None
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "key", "body", "status"),
     [

@@ -470,6 +470,7 @@ def starts(kind: type[Environment] = Echo, steps: int = 3) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_together_is_as_one_by_one() -> None:
     tokenizer = chat_tokenizer()
     adapter = FakeAdapter(vocab=258, joins=True)

@@ -103,6 +103,7 @@ def test_what_fails_becomes_the_result_and_counts_as_a_failed_call(tools: MCPToo
     assert "Unknown tool 'subtract'" in step.observation[2]["content"]
 
 
+@pytest.mark.slow
 def test_a_command_sees_what_it_is_granted_and_no_secret(tools: MCPTools) -> None:
     step = called(tools, ("environment", {"name": "A_SECRET"}), ("environment", {"name": "GRANTED"}))
     assert [message["content"] for message in step.observation] == ["unset", "1"]
@@ -122,6 +123,7 @@ def giving(result: Any) -> Any:
     return lambda: result
 
 
+@pytest.mark.slow
 def test_results_that_are_structured_or_embedded_are_shown() -> None:
     kinds = importlib.import_module("mcp.types")
     server = importlib.import_module("mcp.server.mcpserver").MCPServer("shapes")

@@ -309,6 +309,7 @@ def test_sampling_follows_the_processed_distribution() -> None:
     assert abs(z) < 3.3
 
 
+@pytest.mark.slow
 def test_without_history_no_value_of_a_tensor_is_read() -> None:
     """Meta tensors have no values: whatever needs one fails."""
     free = {"suppress_tokens", "begin_suppress_tokens", "min_new_tokens", "forced_eos_token_id", "exponential_decay"}

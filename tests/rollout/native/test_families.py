@@ -200,6 +200,7 @@ def test_two_hundred_refused_allocations_change_no_token(family: str) -> None:
             assert memory.live_bytes == held
 
 
+@pytest.mark.slow
 def test_draws_follow_the_models_distribution() -> None:
     """First and second tokens of many samples, a chi-square test each; the seed is fixed, so the verdict is too."""
     torch.manual_seed(2)

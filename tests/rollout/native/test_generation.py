@@ -67,7 +67,7 @@ def test_noise_is_made_for_one_draw_where_rows_begin(monkeypatch: pytest.MonkeyP
     assert made[1:] == [(1, 16), (17, 16)]
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -134,6 +134,7 @@ def test_no_eos_means_full_length() -> None:
     assert not any(row.finished for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_are_the_models_at_the_temperature(temperature: float) -> None:
     adapter, prompts = FakeAdapter(), prompts_of(3)
@@ -148,6 +149,7 @@ def test_logprobs_are_the_models_at_the_temperature(temperature: float) -> None:
             assert abs(float(row.logprobs[position]) - float(expected)) < 1e-5
 
 
+@pytest.mark.slow
 def test_filters_have_transformers_own_order_and_meaning() -> None:
     settings = replace(SETTINGS, temperature=0.8, top_k=6, top_p=0.9, min_p=0.02, repetition_penalty=1.4)
     adapter, prompts = FakeAdapter(), prompts_of(4)

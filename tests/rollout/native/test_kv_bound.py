@@ -102,6 +102,7 @@ def test_reading_long_prompts_keeps_to_the_cap_of_one_row(arch: str, prefill_tok
     assert [row.ids.tolist() for row in rows] == [row.ids.tolist() for row in expected]
 
 
+@pytest.mark.slow
 def test_one_row_of_many_leaves_within_the_cap() -> None:
     adapter = CausalLMAdapter(tiny_model("qwen3", layers=2), pad_token_id=0)
     check_head(adapter)

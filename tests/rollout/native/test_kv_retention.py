@@ -86,7 +86,7 @@ def assert_same(mine: Sequence[Completion], others: Sequence[Completion]) -> Non
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("cut", [0, 3])
 def test_kept_caches_change_no_token(arch: str, cut: int, monkeypatch: pytest.MonkeyPatch) -> None:

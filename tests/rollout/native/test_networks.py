@@ -80,7 +80,7 @@ def test_greedy_equals_generate(penalty: float) -> None:
         assert row.ids.tolist() == theirs[0, len(prompt) :].tolist()
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_noted_logprobs_are_what_scoring_finds(temperature: float) -> None:
     adapter, prompts = adapter_of(), prompts_of(4)

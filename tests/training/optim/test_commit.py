@@ -233,7 +233,7 @@ def test_known_optimizers_leave_gradients_as_they_are(name: str) -> None:
     assert same([parameter.grad for parameter in model.parameters()], before)
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "adafactor", "lion_8bit"])
 def test_simply_stepping_again_would_be_wrong(name: str, counter: CountingAllocator) -> None:
     def stepped(fail_at: int | None) -> tuple[list[Tensor], bool]:
