@@ -444,8 +444,8 @@ class TrainingLoop:
     def _epoch(self) -> float:
         """Passes over the dataset so far, counting a rollout as far as it has been trained on."""
         per_epoch, cursor = self.setup.source.prompts_per_epoch, self.state.cursor
-        if per_epoch is None:
-            return 0.0
+        if per_epoch is None:  # of a stream, the share of all steps, as transformers has it
+            return self.state.step / self.config.max_steps
         done = cursor.epoch * self.config.updates_per_epoch + cursor.step
         return (cursor.position + self.state.consumed * done / self.config.steps_per_rollout) / per_epoch
 

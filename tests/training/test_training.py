@@ -621,6 +621,7 @@ def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
     second = make_trainer(tmp_path / "b", train_dataset=stream(), max_steps=4)
     second.train(resume_from_checkpoint=True)
     assert torch.equal(weights(second), weights(whole))
+    assert [record["epoch"] for record in second.history] == [0.25, 0.5, 0.75, 1.0]  # TRL's, for want of a length
 
 
 @pytest.mark.slow
