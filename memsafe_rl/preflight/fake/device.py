@@ -186,7 +186,9 @@ class Memo:
                 self._recipes.clear()
                 self.inside.clear()
             results = result if type(result) in (tuple, list) else [result]
-            recipes = [recipe for one in results if (recipe := _recipe(func, args, kwargs, one)) is not None]
+            given = (*args, [*kwargs.values()])
+            held = [{one.untyped_storage()._cdata for one in tensors_in((value,))} for value in given]
+            recipes = [recipe for one in results if (recipe := _recipe(func, args, held, one)) is not None]
             self._recipes[key] = (type(result), recipes) if 0 < len(recipes) == len(results) else None
 
 
@@ -208,14 +210,13 @@ def _known(values: Sequence[Any]) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
-def _recipe(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Recipe | None:
-    """Says how to make a result again; None where it cannot be told."""
+def _recipe(func: Any, args: Sequence[Any], held: Sequence[set[int]], result: Any) -> _Recipe | None:
+    """Says how to make a result again, of the storages that each argument holds; None where it cannot be told."""
     if type(result) is not FakeTensor or func.name() in WORKSPACES or torch.Tag.inplace_view in func.tags:
         return None
     if result.layout is not torch.strided or result.is_conj() or result.is_neg() or result.constant is not None:
         return None
     storage = result.untyped_storage()
-    held = [{one.untyped_storage()._cdata for one in tensors_in((value,))} for value in (*args, [*kwargs.values()])]
     given = [value for value, storages in zip((*args, None), held, strict=True) if storage._cdata in storages]
     place = next((index for index, value in enumerate(args) if value is result), None)
     if place is None and given:
@@ -320,8 +321,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _MEMO.inside[key] = inside
             self._memory.ledger.see_workspace(_MEMO.inside[key])
         else:
-            inside = sort_bytes(func, args) or reduction_bytes(func, args, result, self._card)
-            self._memory.ledger.see_workspace(inside)
+            self._memory.ledger.see_workspace(sort_bytes(func, args) or reduction_bytes(func, args, result, self._card))
         return result
 
 
