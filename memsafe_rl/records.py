@@ -186,8 +186,7 @@ class RecordLog(Sequence[Record]):
             line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
             line |= {str(name): value for name, value in {**record, **beside}.items() if str(name) not in line}
             line |= {name: value for name, value in self._stamp.items() if name not in line}
-            content = json.dumps(_plain(line))
-            offset = self._written().append(content.encode() + b"\n")
+            offset = self._written().append(json.dumps(_plain(line)).encode() + b"\n")
             if redone:
                 self._again[step] -= 1
             self._offsets.append(offset)

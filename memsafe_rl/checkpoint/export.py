@@ -49,8 +49,7 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
                 if args.hub_revision is not None:
                     self._api.create_branch(repo_id, branch=args.hub_revision, exist_ok=True)
             except Exception as error:  # the client's errors differ between its versions
-                told = kind_and_line(error)
-                raise refusal("hub_model_id", name=name, told=told) from error
+                raise refusal("hub_model_id", name=name, told=kind_and_line(error)) from error
             self.repo_id = repo_id
         return self.repo_id
 

@@ -189,8 +189,7 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
     """Returns the mark of a run that goes on in its own folder."""
     written = read_manifest(checkpoint).mark
     run_id = written.run_id or str(known.get("run_id", "")) or uuid.uuid4().hex[:8]
-    started = [int(known.get("start", 0)), written.start]
-    start = max(started) + 1
+    start = max(int(known.get("start", 0)), written.start) + 1
     return RunMark(run_id, start, written.lineage.resumed(start, step_of(checkpoint)))
 
 

@@ -56,8 +56,7 @@ def check_savable(tokenizer: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             tokenizer.save_pretrained(folder)
     except Exception as error:
-        told = kind_and_line(error)
-        raise refusal("processing_class", kind=type(tokenizer).__name__, told=told) from error
+        raise refusal("processing_class", kind=type(tokenizer).__name__, told=kind_and_line(error)) from error
 
 
 def saved_weights(model: Any) -> Weights:

@@ -224,8 +224,7 @@ def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
         unusable.when(split != "train", "dataset/splits", source=source, split=split)
         return saved
     if split not in saved:
-        there = ", ".join(map(repr, saved))
-        raise unusable("dataset/split", source=source, there=there, split=split)
+        raise unusable("dataset/split", source=source, there=", ".join(map(repr, saved)), split=split)
     return saved[split]
 
 

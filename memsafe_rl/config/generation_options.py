@@ -30,8 +30,7 @@ def generation_fields(given: Mapping[str, Any], declared: Any = None) -> dict[st
     known = admit(given, [*OPTIONS, *APART, *HARMLESS], REFUSED_OPTIONS, "key of generation_kwargs")
     fields: dict[str, Any] = {}
     for key, read_option in OPTIONS.items():
-        own = getattr(declared, key, None)
-        value = own if known.get(key) is None else known[key]
+        value = getattr(declared, key, None) if known.get(key) is None else known[key]
         if value is not None:
             fields[OTHER_FIELDS.get(key, key)] = read_option(key, value)
     # Built once here, so that a wrong value is found before anything is loaded.

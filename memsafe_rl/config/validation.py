@@ -103,8 +103,7 @@ def _fill_batches(config: TrainerConfig) -> None:
 
 def _check_rollout(config: TrainerConfig, batch: int, steps: int, written: str) -> None:
     group, accumulation = config.num_generations, config.gradient_accumulation_steps
-    whole_groups = group // math.gcd(group, batch)
-    fitting = math.lcm(accumulation, whole_groups)
+    fitting = math.lcm(accumulation, group // math.gcd(group, batch))  # of whole groups
     remedy = f"Set steps_per_generation={fitting * math.ceil(steps / fitting)} (and leave generation_batch_size)."
     if (rows := batch * steps) % group:
         raise refusal("num_generations/multiple", written=written, steps=steps, rows=rows, group=group, remedy=remedy)
@@ -229,8 +228,7 @@ _FSDP_SETTINGS: dict[str, tuple[object, ...]] = {
 
 def _check_engine(config: TrainerConfig) -> None:
     if len(config.engines_chosen) > 1:
-        names = " and ".join(config.engines_chosen)
-        raise refusal("engines/both", names=names)
+        raise refusal("engines/both", names=" and ".join(config.engines_chosen))
     chosen = [setting for setting, engine in config.engines_chosen.items() if engine != RolloutPlan.engine]
     if config.caches_in_8_bits:
         _check_rounded_cache(config, chosen)

@@ -311,6 +311,8 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
         raise unusable("dataset/splits", name=name, kind=form, splits=splits or "nothing", first=first)
     if not isinstance(dataset, (Dataset, IterableDataset)):
         raise unusable("dataset/kind", name=name, dataset=dataset, kind=type(dataset).__name__)
+    if isinstance(dataset, Dataset) and dataset.format["type"] not in (None, "torch", "custom"):
+        dataset = dataset.with_format(None)  # arrays and tables are no prompts
     if "input_ids" in (names := dataset.column_names or ()) and "prompt" not in names:
         dataset = dataset.rename_column("input_ids", "prompt")  # prompts that are tokens already, as for TRL's PPO
     for column, feature in (dataset.features or dict.fromkeys(dataset.column_names or ())).items():
@@ -318,6 +320,12 @@ def check_dataset(dataset: Any, name: str, columns: Sequence[str] = PromptReader
         if columns == PromptReader.columns and (column in COLUMNS or isinstance(kind, Image)):
             raise unusable("dataset/images", name=name, column=column, known=KNOWN)
     return dataset
+
+
+def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
+    """Lists the columns that rows have, those that the dataset's transform makes among them."""
+    known = dataset.column_names or []
+    return list(dataset[0]) if isinstance(dataset, Dataset) and dataset.format["type"] and len(dataset) else known
 
 
 def holds_text_alone(dataset: Any) -> bool:
@@ -340,8 +348,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
     try:
         return Dataset.from_list([dict(row) for row in rows])
     except (TypeError, ValueError, OverflowError, AttributeError) as error:  # the last of images that hold None
-        reason = " ".join(str(error).split())
-        raise unusable("dataset/values", name=name, reason=reason) from error
+        raise unusable("dataset/values", name=name, reason=" ".join(str(error).split())) from error
 
 
 def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
@@ -367,7 +374,7 @@ def prompt_batches(dataset: Any, columns: Sequence[str], size: int = _TOKENIZE_B
 def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, name: str = "train_dataset") -> list[int]:
     """Checks every prompt of a map-style dataset before any weight is loaded."""
     unusable.when(len(examples) == 0, "dataset/none", name=name)
-    prompt_of(dict.fromkeys(examples.column_names), name)
+    prompt_of(dict.fromkeys(columns_of(examples)), name)
     lengths: list[int] = []
     batches: Iterable[list[Any]] = prompt_batches(examples, tokenizer.columns)
     if len(examples) >= _SHOW_PROGRESS_FROM:
@@ -392,6 +399,11 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
         told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; duplicates are kept"
         logger.warning(told, name, len(repeats), len(lengths), repeats[0])
     return _within(lengths, tokenizer, overlong, name)
+
+
+def fits(row: Mapping[str, Any], reader: PromptReader) -> bool:
+    """Says whether a row's prompt is within its reader's limit."""
+    return reader.limit is None or len(reader.ids([prompt_of(row)])[0]) <= reader.limit
 
 
 def _within(lengths: Sequence[int], reader: PromptReader, overlong: str, name: str) -> list[int]:

@@ -173,6 +173,5 @@ def read_run(folder: Path) -> RunFolder:
 def _completions(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Reads the first and the last file of completions; those between are not shown."""
     files = sorted(folder.glob("completions_*.jsonl"))
-    chosen = dict.fromkeys([*files[:1], *files[-1:]])
-    read = [read_lines(path)[0] for path in chosen]
+    read = [read_lines(path)[0] for path in dict.fromkeys([*files[:1], *files[-1:]])]
     return {int(rows[0]["step"]): rows for rows in read if rows}

@@ -232,6 +232,7 @@ def _refuse_contradictions(
     if isinstance(model, PeftModel):
         refusal.when(peft_config is not None, "peft_config/model")
         refusal.when(len(model.active_adapters) != 1, "adapters/active", count=len(model.active_adapters))
+        refusal.when(any(getattr(module, "merged", False) for module in model.modules()), "adapters/merged")
     refusal.when(arguments.get("quantization_config") is not None and peft_config is None, "quantization_config/loaded")
     configs = [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
     for config in configs:
@@ -334,8 +335,7 @@ def _copy_reference_adapter(model: Any) -> None:
         with torch.no_grad():
             for name, weight in weights.items():
                 if f".{active}." in name or name.endswith(f".{active}"):
-                    target = f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))
-                    weights[target].copy_(weight)
+                    weights[f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))].copy_(weight)
     for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
         weight.requires_grad_(False)
 

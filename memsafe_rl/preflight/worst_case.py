@@ -100,8 +100,7 @@ class Longest:
 
     def cut(self, tokens: int) -> tuple[int, ...]:
         """Returns so many token ids as plain numbers."""
-        copies = -(-tokens // len(self.prompt))
-        return (self.prompt * copies)[:tokens]
+        return (self.prompt * -(-tokens // len(self.prompt)))[:tokens]
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,7 @@ class PolicyTrainer:
     ) -> None:
         data = train_dataset, eval_dataset, processing_class, reward_processing_classes
         parts = quantization_config, peft_config, tools, rollout_func, environment_factory, memory_policy
-        request = TrainingRequest(model, reward_funcs, *data, *parts)
-        self._build(request, args, callbacks, optimizers)
+        self._build(TrainingRequest(model, reward_funcs, *data, *parts), args, callbacks, optimizers)
 
     def _build(
         self,

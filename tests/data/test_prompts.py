@@ -9,6 +9,7 @@ from memsafe_rl.data.prompts import (
     PromptTokenizer,
     StreamedPrompts,
     check_dataset,
+    columns_of,
     usable_prompts,
 )
 from memsafe_rl.errors import DataError
@@ -165,6 +166,25 @@ def test_datasets_streams_and_lists_of_dicts_are_taken() -> None:
     made = check_dataset(examples(3), "train_dataset")
     assert isinstance(made, Dataset)
     assert made[1] == {"prompt": "p1"}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "pandas", "arrow"])
+def test_rows_that_are_arrays_or_tables_are_read_as_plain_ones(kind: str) -> None:
+    for prompts in (["a", "b"], [[3, 4], [5]]):
+        given = Dataset.from_dict({"prompt": prompts, "size": [1, 2]}).with_format(kind)
+        made: Any = check_dataset(given, "train_dataset")
+        assert usable_prompts(made, reader(), overlong="error") == [0, 1]
+        assert made[1] == {"prompt": prompts[1], "size": 2}
+
+
+def test_a_transform_may_make_the_prompts() -> None:
+    stored = Dataset.from_dict({"question": ["a", "b"]})
+    asked = stored.with_transform(lambda rows: {"prompt": [f"{one}?" for one in rows["question"]], "size": [1, 1]})
+    assert check_dataset(asked, "train_dataset") is asked
+    assert columns_of(asked) == ["prompt", "size"]
+    assert usable_prompts(asked, reader(), overlong="error") == [0, 1]
+    with pytest.raises(DataError, match=r"has the columns \['answer'\] but no 'prompt'"):
+        usable_prompts(stored.with_transform(lambda rows: {"answer": rows["question"]}), reader(), overlong="error")
 
 
 @pytest.mark.parametrize(

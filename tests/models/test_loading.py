@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import ArrowConfig, LoraConfig, PolyConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -128,6 +128,9 @@ QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
             "given twice",
         ),
         ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}, "PROMPT_TUNING"),
+        ({"peft_config": LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])}, "LORA with alora_invocation_tokens"),
+        ({"peft_config": LoraConfig(arrow_config=ArrowConfig())}, "LORA with arrow_config"),
+        ({"peft_config": PolyConfig()}, "POLY with n_tasks"),
         ({"model": nn.Linear(2, 2)}, "Linear"),
         ({"peft_config": {}}, r"peft_config is \{\} \(dict\).*LoraConfig\("),
         ({"peft_config": "lora:16"}, "peft_config is 'lora:16' \\(str\\)"),
@@ -151,6 +154,10 @@ def test_adapters_that_cannot_be_trained_are_refused() -> None:
     model = get_peft_model(tiny_model(), LoraConfig(**LORA))
     with pytest.raises(ConfigError, match="another adapter"):
         load_model(model, peft_config=LoraConfig(**LORA))
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match=r"Call model.unmerge_adapter\(\) first"):
+        load_model(model)
+    model.unmerge_adapter()
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="is_trainable=True"):
         load_model(model)

@@ -625,6 +625,20 @@ def test_a_stream_of_prompts_trains_and_resumes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_stream_may_leave_out_prompts_that_are_too_long(tmp_path: Path) -> None:
+    def trained(folder: Path, *prompts: str) -> torch.Tensor:
+        stream = IterableDataset.from_generator(lambda: ({"prompt": prompt} for prompt in prompts))
+        limit: dict[str, Any] = {"max_prompt_length": 20, "overlong_prompts": "filter"}
+        trainer = make_trainer(folder, train_dataset=stream, max_steps=3, **limit)
+        trainer.train()
+        return weights(trainer)
+
+    assert torch.equal(trained(tmp_path / "a", "a", "b" * 30, "c", "d"), trained(tmp_path / "b", "a", "c", "d"))
+    with pytest.raises(DataError, match="overlong_prompts leaves"):
+        trained(tmp_path / "c", "b" * 30)
+
+
+@pytest.mark.slow
 def test_an_interrupted_run_is_saved_whole_and_goes_on_as_if_nothing_happened(tmp_path: Path) -> None:
     whole = make_trainer(tmp_path / "a", max_steps=4, save_strategy="steps", save_steps=100)
     whole.train()

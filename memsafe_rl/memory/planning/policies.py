@@ -189,8 +189,7 @@ class AdaptivePolicy(MemoryPolicy):
         fallbacks, room = self._fallbacks(Phase.UPDATE, memory), Room(Phase.UPDATE, work, memory)
         alone = measure_slices(work, fast.micro_batch_tokens, packed=packs).number == 1
         time = partial(update_time, memory.device, work, fastest=replace(fast, reduce_each=alone))
-        plan = fastest_with_weights_away(fast, fallbacks, room, time)
-        return with_prediction(plan, work, memory)
+        return with_prediction(fastest_with_weights_away(fast, fallbacks, room, time), work, memory)
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
         """Goes down the lossless fallbacks, as far as the estimate asks for; None when there is none."""

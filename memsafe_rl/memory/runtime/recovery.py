@@ -309,8 +309,7 @@ def _product(square: Tensor) -> Tensor:
 def flush_autograd() -> None:
     """Runs a scalar's backward on host and prepared devices, behind what a failed one left: old nodes run last."""
     with host_memory(), torch.inference_mode(False), torch.enable_grad():
-        scalar = torch.zeros((), requires_grad=True)
-        torch.autograd.backward(scalar * 1.0)
+        torch.autograd.backward(torch.zeros((), requires_grad=True) * 1.0)
         for leaf, view, gradient in _FLUSHES.values():
             torch.autograd.grad(view, leaf, gradient, retain_graph=True)
 

@@ -364,10 +364,11 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def refuse_prompt_learning(config: Any) -> None:
-    """Refuses PEFT methods that add tokens or gates to the sequence instead of layers to the network."""
-    if config.is_prompt_learning or config.is_adaption_prompt:
-        kind = getattr(config.peft_type, "value", config.peft_type)
-        raise refusal("peft_config/prompt", kind=kind)
+    """Refuses PEFT methods that add to the sequence, or whose layers need to be told of it by the wrapper's forward."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    refusal.when(config.is_prompt_learning or config.is_adaption_prompt, "peft_config/prompt", kind=kind)
+    for name in ("alora_invocation_tokens", "arrow_config", "n_tasks"):
+        refusal.when(getattr(config, name, None) is not None, "peft_config/told", kind=kind, name=name)
 
 
 def _switch_off_checkpointing(lm: nn.Module) -> None:

@@ -172,8 +172,7 @@ class Servers:
             server.take(*self._whole_weights())
         label = self._label
         given = torch.tensor(server.prompt_logprobs(self._probed_ids(), label), dtype=torch.float64)
-        own = torch.tensor(self._probe, dtype=torch.float64)
-        gap = float((given - own).abs().mean())
+        gap = float((given - torch.tensor(self._probe, dtype=torch.float64)).abs().mean())
         if not gap <= self._tolerance:
             raise ServerError(
                 f"{server.url} says that it has the weights {label!r}, but its log-probs of a fixed prompt lie "

@@ -66,8 +66,7 @@ class Server:
         """Returns the log-probs, in nats, of all tokens of a prompt but the first."""
         name = f"probe-{version}"
         settings = SamplingSettings(1, ())
-        params = {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0}
-        answer = self._generate(name, ids, params)
+        answer = self._generate(name, ids, {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0})
         self._completion(answer, name, settings, version)
         return self._of_prompt(answer, ids)
 

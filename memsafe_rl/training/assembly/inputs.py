@@ -19,6 +19,8 @@ from memsafe_rl.data.prompts import (
     PromptTokenizer,
     StreamedPrompts,
     check_dataset,
+    columns_of,
+    fits,
     usable_prompts,
 )
 from memsafe_rl.memory.planning.policies import PRESETS, AdaptivePolicy, LadderPolicy, MemoryPolicy, preset
@@ -106,6 +108,7 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
     """Checks the prompts of the training set and makes them readable by position."""
     if isinstance(dataset, IterableDataset):
         refusal.when(config.max_steps <= 0, "max_steps")
+        dataset = dataset.filter(fits, fn_kwargs={"reader": reader}) if config.overlong_prompts == "filter" else dataset
         return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
     keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
     return IndexedPrompts(
@@ -131,9 +134,8 @@ def evaluation_prompts(config: TrainerConfig, dataset: Any, reader: PromptReader
     if isinstance(dataset, IterableDataset):
         # every evaluation reads it to its end; how long its prompts are must be known before the first
         dataset = Dataset.from_list(list(dataset), features=dataset.features)
-    overlong = config.overlong_prompts
-    keep = usable_prompts(dataset, reader, overlong=overlong, name="eval_dataset")
-    rewards.check_columns(dataset.column_names)
+    keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts, name="eval_dataset")
+    rewards.check_columns(columns_of(dataset))
     return dataset.select(keep)
 
 
@@ -146,7 +148,7 @@ def check_together(
 ) -> None:
     """Refuses what is right alone and wrong together."""
     if rollout_func is None and getattr(dataset, "column_names", None):
-        rewards.check_columns(dataset.column_names)
+        rewards.check_columns(columns_of(dataset))
     drawn, played, ahead = rollout_func is not None, stage is not None, config.async_rollouts
     kind, engines = type(rollout_func).__name__, " and ".join(config.engines_chosen)
     refusal.when(drawn and not callable(rollout_func), "rollout_func", given=rollout_func, kind=kind)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -17,7 +19,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.preflight.fake import device
-from memsafe_rl.preflight.fake.device import fake_device, nothing_differs
+from memsafe_rl.preflight.fake.device import fake_device, host_numbers, nothing_differs
 from memsafe_rl.preflight.fake.families import FAMILIES, config_for, known_config
 from memsafe_rl.preflight.fake.networks import fake_language_model, shallow_copy
 from memsafe_rl.types import Component
@@ -218,6 +220,17 @@ def test_a_kernels_own_temporaries_count() -> None:
         held = drawn(real)
     with fake_device() as fake:
         assert drawn(fake) == held
+
+
+def test_what_is_known_is_not_asked_again_where_host_numbers_are_read() -> None:
+    with fake_device() as memory:
+        tensor = torch.zeros(3, 7)
+        with host_numbers():
+            made = tensor * 41.0
+        held = memory.live_bytes
+        with host_numbers(), patch.object(FakeTensorMode, "dispatch", side_effect=AssertionError("it was asked")):
+            again = tensor * 41.0
+        assert memory.live_bytes - held == again.nbytes == made.nbytes
 
 
 def halves(*shape: int) -> torch.Tensor:
