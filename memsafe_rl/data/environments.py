@@ -15,7 +15,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat
+from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
@@ -202,7 +202,7 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
         return Dataset.from_dict({"prompt": [PLACEHOLDER] * config.prompts_per_rollout})
     if isinstance(dataset, Mapping):
         return {name: with_prompts(config, part, stage) for name, part in dataset.items()}
-    if isinstance(dataset, Dataset) and "prompt" not in dataset.column_names and len(dataset):
+    if isinstance(dataset, Dataset) and "prompt" not in columns_of(dataset) and len(dataset):
         return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
     return dataset
 
