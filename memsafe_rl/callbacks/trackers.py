@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
         if args.trackio_space_id:
             options["trackio"] = {"space_id": args.trackio_space_id}
         try:
-            self._accelerator.init_trackers(self._project, config=args.to_sanitized_dict(), init_kwargs=options)
+            project = os.environ.get("WANDB_PROJECT", self._project) if "wandb" in args.trackers else self._project
+            self._accelerator.init_trackers(project, config=args.to_sanitized_dict(), init_kwargs=options)
         except Exception as error:
             told = kind_and_line(error)
             named = ", ".join(args.trackers)
@@ -49,11 +51,15 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
             self.open(args)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
-        """Passes one log on."""
+        """Passes one log on; one that follows training opens the trackers again."""
+        if not self._is_open:
+            self.open(args)
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
         self._accelerator.log(numbers, step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Closes the trackers."""
-        self._accelerator.end_training()
+        """Closes the trackers but wandb's run, which goes on as with transformers: it may be the user's own."""
+        for tracker in self._accelerator.trackers:  # not by `end_training`, which would end the process group too
+            if tracker.name != "wandb":
+                tracker.finish()
         self._is_open = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from memsafe_rl.checkpoint import refusal
 from memsafe_rl.errors import kind_and_line
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.critic import Critic
-from memsafe_rl.models.module_state import copy_into, tensor_place
+from memsafe_rl.models.module_state import copy_into, quiet_peft, tensor_place
 
 _ADAPTER = "default"
 _PLAIN = "model.safetensors"
@@ -66,6 +67,8 @@ def saved_weights(model: Any) -> Weights:
         return weights
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     adapter = model.active_adapter
+    with quiet_peft():  # which says again what it does as it writes
+        trained |= get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter).keys()  # with embeddings
     return {name: weight for name, weight in weights.items() if name in trained or adapter in name.split(".")}
 
 
@@ -175,14 +178,15 @@ def _read_adapter(model: PeftModel, folder: Path) -> None:
 
 def _read_model(model: Any, folder: Path) -> None:
     # The config is given, for without one a default network of any size would be built.
+    types = {weight.dtype for weight in model.parameters() if weight.dtype in _TYPES.values()}
+    wide = reduce(torch.promote_types, types, model.dtype)  # which holds the numbers of all
     saved, loading = type(model).from_pretrained(
-        folder, config=model.config, dtype=model.dtype, device_map=None, output_loading_info=True
+        folder, config=model.config, dtype=wide, device_map=None, output_loading_info=True
     )
     differing = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
     if differing:
         raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
-    types = {weight.dtype for weight in model.parameters() if weight.dtype in _TYPES.values()} ^ _saved_types(folder)
-    if types:
+    if types := types ^ _saved_types(folder):
         raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
     # What no file holds was made by whoever made the model, and maybe rounded on the way.
     stored = model.state_dict().keys() - (getattr(model, "_keys_to_ignore_on_save", None) or ())

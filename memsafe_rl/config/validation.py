@@ -34,8 +34,7 @@ from memsafe_rl.types import RolloutPlan
 if TYPE_CHECKING:
     from memsafe_rl.config.base import TrainerConfig
 
-logger = logging.getLogger(__name__)
-_say_once = functools.cache(logger.warning)
+_say_once = functools.cache(logging.getLogger(__name__).warning)
 
 ENUMS = {kind.__name__: kind for kind in (HubStrategy, IntervalStrategy, SaveStrategy, SchedulerType, OptimizerNames)}
 """The enumerations of transformers that settings are declared with."""

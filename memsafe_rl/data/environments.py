@@ -9,7 +9,7 @@ from operator import call
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
@@ -202,6 +202,10 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
         return Dataset.from_dict({"prompt": [PLACEHOLDER] * config.prompts_per_rollout})
     if isinstance(dataset, Mapping):
         return {name: with_prompts(config, part, stage) for name, part in dataset.items()}
+    if isinstance(dataset, (list, tuple)):
+        return [{"prompt": PLACEHOLDER, **row} if isinstance(row, Mapping) else row for row in dataset]
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(lambda row: {"prompt": PLACEHOLDER, **row})
     if isinstance(dataset, Dataset) and "prompt" not in columns_of(dataset) and len(dataset):
         return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
     return dataset

@@ -229,8 +229,7 @@ class GrowingContexts(ImageContexts):
         more = self.reader.expanded(list(told), [size_of(image) for image in images_in(seen)])
         if next(images_in(seen), None) is None:
             return [*before, *more]
-        images = list(images_in(messages))
-        return list(self.repeat(self.reader.enter, [*self.plain(before), *more], images))
+        return list(self.repeat(self.reader.enter, [*self.plain(before), *more], list(images_in(messages))))
 
 
 def _written(image: Any) -> str:

@@ -225,8 +225,7 @@ def _of_the_request(message: OutOfMemoryMessage) -> Iterator[Reason]:
         own, decisive = own_process(message), free + others >= asked
         listed = ", ".join(f"process {number} {size}" for number, size in message.processes if number != own)
         names = listed or "whatever is neither free nor held by this process"
-        without = "; without them the request would fit" if decisive else ""
-        texts = {"names": names, "without": without}
+        texts = {"names": names, "without": "; without them the request would fit" if decisive else ""}
         yield _because(Cause.NEIGHBOURS, decisive, "", others=format_bytes(others), total=message.total, **texts)
     share, stranded = _stranded_share(message), _count(message.stranded)
     if share is not None and share >= STRANDED_SHARE and stranded >= 64 * 2**20:

@@ -59,8 +59,7 @@ def run_figures(
     peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
     peak, phase = max(peaks) if peaks else (None, None)
     rewards = known(steps, "reward")
-    rollouts = len(known(steps, "completions/mean_length"))
-    samples = None if rollout_rows is None else int(rollouts * rollout_rows)
+    samples = None if rollout_rows is None else int(len(known(steps, "completions/mean_length")) * rollout_rows)
     tokens, budgets = known(steps, "num_tokens"), known(steps, "memory/budget_bytes")
     # A resumed run's first record carries the tokens of the part before it.
     drawn = tokens[-1] - (0.0 if steps and steps[0].get("step") == 1 else tokens[0]) if tokens else 0.0

@@ -109,8 +109,8 @@ class ScoringAdapter(Protocol):
         """Whether an encoder reads the prompts, and reads them alike for policy and reference as long as both learn."""
         return False
 
-    def take_sources(self) -> None:
-        """Reads prompts from trajectories from now on, where these hold what this very encoder made of them."""
+    def take_sources(self, *, for_copy: bool) -> None:  # noqa: ARG002
+        """Reads prompts from trajectories from now on, where these hold what its encoder made; so does its copy."""
         return
 
     @property

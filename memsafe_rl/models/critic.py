@@ -8,7 +8,6 @@ Axes: ``M`` actions of several rows laid end to end, ``D`` hidden width.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from memsafe_rl.accounting import charge
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
-from memsafe_rl.models.module_state import adapter_weights, copy_into, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import adapter_weights, config_like, copy_into, kept_trainable, refuse_trained_bias
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -152,7 +151,7 @@ class OwnModel(Critic):
         if isinstance(score, nn.Linear):  # from `critic_of`
             self.load_weights({**self.weights(), "head.weight": score.weight.detach()[0]})
             delattr(lm, SCORE)
-        if lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+        if getattr(lm.get_output_embeddings(), "weight", None) is not lm.get_input_embeddings().weight:
             lm.set_output_embeddings(nn.Identity())  # nothing reads its logits, and it is as large as the embedding
 
 
@@ -171,7 +170,7 @@ def critic_of(value_model: Any) -> Any:
 
 def add_critic_adapter(model: PeftModel) -> None:
     """Adds an adapter for a critic, made as the model's own; what is trained of the model stays as it is."""
-    config = copy.deepcopy(model.peft_config[model.active_adapter])
+    config = config_like(model.peft_config[model.active_adapter])
     config.modules_to_save = None  # whole copies of layers, of which only the embedding's would be read
     with kept_trainable(model):
         model.add_adapter(CRITIC_ADAPTER, config)

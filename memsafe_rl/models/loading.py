@@ -34,9 +34,11 @@ from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import (
     REFERENCE_ADAPTER,
     adapter_weights,
+    config_like,
     kept_trainable,
     quiet_peft,
     refuse_trained_bias,
+    rewrites_base,
 )
 from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.models.teacher import Teacher
@@ -169,7 +171,7 @@ def load_model(
             source = model if ref_model is None else ref_model
             taken = load(source, frozen=True) if isinstance(source, str) else source
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
-        share_tower(language_model_of(trained), reference)
+        share_tower(language_model_of(trained), None if ref_model is not None else reference)
         if teacher is not None:
             given, trusted = teacher.arguments, trust_remote_code
             own = read_config(teacher.base, told="teacher", trust_remote_code=trusted, model_init_kwargs=given)
@@ -239,6 +241,8 @@ def _refuse_contradictions(
         refuse_prompt_learning(config)
     if with_reference:
         refuse_trained_bias(configs)
+        told = None if peft_config is None else rewrites_base(peft_config)
+        refusal.when(told, "peft_config/base", told=told)
 
 
 def _check_reference(model: Any, peft_config: Any, ref_model: Any) -> None:
@@ -330,12 +334,13 @@ def _copy_reference_adapter(model: Any) -> None:
     if REFERENCE_ADAPTER not in model.peft_config:
         active = model.active_adapters[0]
         with kept_trainable(model):
-            model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
+            model.add_adapter(REFERENCE_ADAPTER, config_like(model.peft_config[active]))
         weights = dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             for name, weight in weights.items():
                 if f".{active}." in name or name.endswith(f".{active}"):
-                    weights[f".{REFERENCE_ADAPTER}".join(name.rsplit(f".{active}", 1))].copy_(weight)
+                    head, _, tail = f"{name}.".rpartition(f".{active}.")
+                    weights[f"{head}.{REFERENCE_ADAPTER}.{tail}"[:-1]].copy_(weight)
     for weight in adapter_weights(model, REFERENCE_ADAPTER).values():
         weight.requires_grad_(False)
 

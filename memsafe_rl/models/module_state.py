@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -153,8 +154,9 @@ def adapter_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Keeps to itself that PEFT asks transformers by an old name, which is no business of the user's."""
+    """Keeps to itself what PEFT says that is no business of the user's, such as asking transformers by an old name."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*save_embedding_layers", UserWarning)
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
 
@@ -171,6 +173,22 @@ def refuse_trained_bias(configs: Any) -> None:
     for config in configs:
         bias = getattr(config, "bias", "none")
         refusal.when(bias not in ("none", False), "peft_config/bias", bias=bias)
+
+
+def rewrites_base(config: Any) -> str | None:
+    """Names the setting by which making an adapter changes its base; None where none does."""
+    start = getattr(config, "init_lora_weights", None)
+    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
+        return f"init_lora_weights={start!r}"
+    return "layer_replication" if getattr(config, "layer_replication", None) else None
+
+
+def config_like(config: Any) -> Any:
+    """Copies an adapter's config for a second one of its shape, which leaves the base as the first has made it."""
+    config = copy.deepcopy(config)
+    if rewrites_base(config) is not None:
+        config.init_lora_weights, config.layer_replication = True, None
+    return config
 
 
 def attention_configs(model: nn.Module) -> tuple[Any, ...]:

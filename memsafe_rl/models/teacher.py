@@ -21,6 +21,7 @@ from memsafe_rl.models.module_state import (
     kept_trainable,
     quiet_peft,
     refuse_trained_bias,
+    rewrites_base,
 )
 
 _SHARED = ("cache_dir", "token", "local_files_only")
@@ -61,6 +62,7 @@ class Teacher:
         here, there = Path(model), Path(self.base)
         same = model == self.base or (here.exists() and there.exists() and here.samefile(there))
         alone = any(getattr(self.adapter, name, None) for name in ("trainable_token_indices", "target_parameters"))
+        alone = alone or any(rewrites_base(config) is not None for config in (self.adapter, peft_config))
         return same and not alone and self.adapter.peft_type == peft_config.peft_type
 
     def join(self, model: PeftModel, *, fake: bool = False) -> None:

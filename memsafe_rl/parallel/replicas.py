@@ -90,8 +90,7 @@ class Replicas:
 
     def share(self, count: int) -> range:
         """Returns this rank's contiguous block of `count` rows; blocks differ by at most one row."""
-        start = self.rank * count // self.world_size
-        return range(start, (self.rank + 1) * count // self.world_size)
+        return range(self.rank * count // self.world_size, (self.rank + 1) * count // self.world_size)
 
     def balance(self, rows: Sequence[int], lengths: Sequence[int]) -> list[int]:
         """Returns this rank's rows of a step so that all ranks have about as many tokens."""

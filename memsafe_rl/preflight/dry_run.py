@@ -125,7 +125,7 @@ class DryRun:
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, frozen = network(), reference()
-            share_tower(language_model_of(model), frozen)
+            share_tower(language_model_of(model), None if self.config.teacher_model_name_or_path else frozen)
             copied, room = frozen and language_model_of(frozen), room_for_weights(self._budget_bytes)
             on_host = put_on(language_model_of(model), torch.device("cpu"), room, copied)
         if on_host:  # loaded there, they were never on the device, nor did anything fill the gaps between them

@@ -135,8 +135,7 @@ def forecast_memory(
             found = dry.run(network, memory, reference=network.reference_of(config))
         rewards = ("reward models read as many tokens as prompt and completion have",) if reward_models else ()
         told = (dry.about_prompts, network.assumption, *cuda, *rewards)
-    engines = () if args is None else _about_engines(args)
-    assumptions = (*shared.sentences(), *told, *engines)
+    assumptions = (*shared.sentences(), *told, *(() if args is None else _about_engines(args)))
     return replace(found, seconds=time.perf_counter() - started, assumptions=assumptions)
 
 
@@ -187,8 +186,7 @@ class _Network:
         teacher = None if name is None else Teacher.named(name, dict(settings.teacher_model_init_kwargs or {}))
         if teacher is not None and teacher.joins(model, peft_config):
             beside, teacher = partial(teacher.join, fake=True), None
-        trusted = settings.trust_remote_code
-        return cls(config, init, device, peft_config, quantization, trusted, beside, teacher)
+        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, beside, teacher)
 
     def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
         """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""

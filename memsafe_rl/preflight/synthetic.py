@@ -19,8 +19,7 @@ def lay_down(
 ) -> Trajectory:
     """Lays prompts and completions down as a rollout in which every action counts and no advantage is zero."""
     rows = len(completions)
-    signs = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows]
-    advantages = signs * (0.5 + torch.arange(rows) / rows)
+    advantages = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows] * (0.5 + torch.arange(rows) / rows)
     shifted = [advantages.roll(index) for index in range(objectives)]
     actions = Ragged.from_rows(list(completions))
     return Trajectory(

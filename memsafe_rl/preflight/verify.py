@@ -344,8 +344,7 @@ class _Comparison:
         with trial.gathered(), watch(Phase.ROLLOUT):
             completions = self._sample(trial)
         rollout, rows = self._rollout(trial, completions)
-        controllers = Controllers.at_start(trial.config)
-        terms = self._terms = self._terms or learner.terms(rollout, rows, controllers)
+        terms = self._terms = self._terms or learner.terms(rollout, rows, Controllers.at_start(trial.config))
         learner.plan(rollout.trajectory, rows)
         with trial.memory.phase(Phase.UPDATE), watch(Phase.UPDATE):
             _, gradient = learner.gradient(rollout, rows, terms, step=self._step)
@@ -384,8 +383,7 @@ class _Comparison:
             self._completions = completions
             with host_memory():
                 ids = [completion.ids for completion in completions]
-                objectives = len(trial.config.objective_list)
-                self._trajectory = lay_down(self._prompts.ids, ids, self._group, objectives)
+                self._trajectory = lay_down(self._prompts.ids, ids, self._group, len(trial.config.objective_list))
         rows, scorer = range(self._rows), Scorer(trial)
         later = rows if trial.config.updates_per_epoch > 1 else ()
         trajectory = scorer.score_unrewarded(self._laid_down(), later, external=False)

@@ -106,8 +106,7 @@ class Episodes:
             min_p=sampling.min_p,
         )
         with self._setup.roles.acting(user.role) as adapter:
-            work = self._turn_work(prompts, keys, limits, adapter.geometry)
-            attempt = self._scorer.attempt(Stage.DRAW, work)
+            attempt = self._scorer.attempt(Stage.DRAW, self._turn_work(prompts, keys, limits, adapter.geometry))
             return self._opened.generate_as(adapter, prompts, keys, own, attempt, limits=limits)
 
     @property

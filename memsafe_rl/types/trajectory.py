@@ -229,8 +229,7 @@ class Trajectory:
     @cached_property
     def counted_actions(self) -> tuple[int, ...]:
         """How many actions of each row count in the loss."""
-        counts = [mask.sum(dtype=torch.int64) for mask in self.loss_mask.rows()]
-        return tuple(torch.stack(counts).tolist())
+        return tuple(torch.stack([mask.sum(dtype=torch.int64) for mask in self.loss_mask.rows()]).tolist())
 
     @cached_property
     def counted_columns(self) -> tuple[int, ...]:
@@ -245,8 +244,7 @@ class Trajectory:
     def has_advantage(self) -> tuple[bool, ...]:
         """For each row, whether its advantage, or that of any of its actions or objectives, differs from zero."""
         if self.action_advantages is not None:
-            marks = [row.ne(0).any() for row in self.action_advantages.rows()]
-            return tuple(torch.stack(marks).tolist())
+            return tuple(torch.stack([row.ne(0).any() for row in self.action_advantages.rows()]).tolist())
         if self.objective_advantages is None:
             return tuple(advantage != 0 for advantage in self.advantages.tolist())
         rows = zip(*self.objective_values, strict=True)

@@ -1,6 +1,7 @@
 import io
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,29 +150,38 @@ def test_the_bar_bears_the_algorithms_name(tmp_path: Path) -> None:
     assert "GRPO" not in text_of(console)
 
 
-def test_trackers_get_the_settings_and_every_number(tmp_path: Path) -> None:
+def test_trackers_get_the_settings_and_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = ("wandb", "tensorboard")
+
     class FakeAccelerator:
         def __init__(self) -> None:
-            self.opened: tuple[Any, ...] = ()
+            self.opened: list[tuple[Any, ...]] = []
+            self.trackers: list[Any] = []
             self.logged: list[tuple[int, dict[str, float]]] = []
-            self.closed = False
+            self.closed: list[str] = []
 
         def init_trackers(self, project: str, config: dict[str, Any], init_kwargs: dict[str, Any]) -> None:
-            self.opened = (project, config, init_kwargs)
+            self.opened.append((project, config, init_kwargs))
+            self.trackers = [SimpleNamespace(name=name, finish=partial(self.closed.append, name)) for name in known]
 
         def log(self, numbers: dict[str, float], step: int) -> None:
             self.logged.append((step, numbers))
 
-        def end_training(self) -> None:
-            self.closed = True
-
     fake = FakeAccelerator()
+    monkeypatch.setenv("WANDB_PROJECT", "for wandb")
     trainer = make_trainer(tmp_path, callbacks=[Trackers(fake, project="sums", run_name="first")])
     trainer.train()
-    project, config, named = fake.opened
+    project, config, named = fake.opened.pop()
+    assert not fake.opened
     assert (project, named) == ("sums", {"wandb": {"name": "first"}})
     assert config["num_generations"] == 4
     assert all(isinstance(value, (bool, int, float, str)) for value in config.values())
     assert [step for step, _ in fake.logged] == [1, 2, 2]
     assert "reward" in fake.logged[0][1]
-    assert fake.closed
+    assert fake.closed == ["tensorboard"]  # wandb's run may be the user's own, and what is evaluated later is logged
+    trainer.log({"later": 1.0})
+    assert fake.logged[-1] == (2, {"later": 1.0, "epoch": trainer.state.epoch})
+    assert len(fake.opened) == 1
+    chosen = SimpleNamespace(trackers=["wandb"], trackio_space_id=None, to_sanitized_dict=dict)
+    Trackers(fake, project="sums", run_name=None).open(chosen)
+    assert fake.opened[-1] == ("for wandb", {}, {})  # as wandb's own variable says

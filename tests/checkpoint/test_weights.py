@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
+import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import MarianConfig, MarianMTModel
 
-from memsafe_rl.checkpoint.weights import HostCopies, bytes_of, read_weights, write_weights
+from memsafe_rl.checkpoint.weights import HostCopies, bytes_of, read_weights, saved_weights, write_weights
+from tests.tiny import tiny_model
 
 
 def held() -> dict[str, object]:
@@ -57,3 +62,30 @@ def test_weights_that_a_family_never_writes_stay_as_they_are(tmp_path: Path) -> 
         model.model.shared.weight.add_(1.0)
     read_weights(model, tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_of_several_types_are_read_back_bit_for_bit(tmp_path: Path) -> None:
+    model = tiny_model("llama", tied=False, dtype=torch.bfloat16)
+    model.lm_head.float()
+    with torch.no_grad():
+        model.lm_head.weight.normal_()  # numbers that bfloat16 does not hold
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    write_weights(model, None, tmp_path)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    read_weights(model, tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")  # of PEFT as it writes
+def test_copies_of_an_adapters_weights_have_the_embedding_that_peft_saves_beside_it(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]))
+    write_weights(model, None, tmp_path / "now")
+    with warnings.catch_warnings(action="error"):
+        copies = saved_weights(model)
+    write_weights(model, None, tmp_path / "copied", copies)
+    now, copied = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("now", "copied"))
+    assert any(name.endswith("embed_tokens.base_layer.weight") for name in now)
+    assert now.keys() == copied.keys()
+    read_weights(model, tmp_path / "copied")

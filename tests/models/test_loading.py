@@ -128,7 +128,7 @@ QUANTISED = BitsAndBytesConfig(load_in_4bit=True)
             "given twice",
         ),
         ({"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)}, "PROMPT_TUNING"),
-        ({"peft_config": LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])}, "LORA with alora_invocation_tokens"),
+        ({"peft_config": LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[5])}, "LORA with alora_invocation"),
         ({"peft_config": LoraConfig(arrow_config=ArrowConfig())}, "LORA with arrow_config"),
         ({"peft_config": PolyConfig()}, "POLY with n_tasks"),
         ({"model": nn.Linear(2, 2)}, "Linear"),

@@ -68,6 +68,33 @@ def test_a_new_adapter_off_is_the_untouched_base(settings: dict[str, Any]) -> No
     assert (own - wanted).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}, {"layer_replication": [[0, 2], [1, 2]]}],
+)
+def test_a_base_that_an_adapter_changed_is_not_changed_by_its_copy(settings: dict[str, Any]) -> None:
+    model = get_peft_model(tiny_model("llama", tied=False), LoraConfig(**LORA, **settings)).eval()
+    move(model)
+    wanted = naive_row_logits(model, make_rows(), ROWS).detach()
+    loaded = load_model(model, with_reference=True)
+    assert_close(naive_row_logits(loaded.model, make_rows(), ROWS), wanted, 1e-6)
+    adapter = adapter_of(loaded)
+    move(loaded.model)
+    assert_close(reference_logits(adapter), wanted, 1e-5)
+    told = next(iter(settings))
+    with pytest.raises(ConfigError, match=rf"peft_config has {told}.*, which changes the base.*Set beta=0"):
+        load_model(tiny_model("llama"), peft_config=LoraConfig(**LORA, **settings), with_reference=True)
+
+
+def test_a_name_that_begins_another_part_of_a_path_is_an_adapters_too() -> None:
+    model = get_peft_model(tiny_model(dtype=torch.float64), LoraConfig(**LORA), "w")
+    move(model)
+    wanted = naive_row_logits(model.eval(), make_rows(), ROWS).detach()
+    adapter = adapter_of(load_model(model, with_reference=True))
+    move(model, names=".w.")
+    assert_close(reference_logits(adapter), wanted, 1e-12)
+
+
 def test_an_adapter_that_came_with_the_model_is_copied() -> None:
     model = get_peft_model(
         tiny_model(tied=False, dtype=torch.float64), LoraConfig(**LORA, modules_to_save=["lm_head"]), "learnt"

@@ -252,6 +252,36 @@ def frozen_t5(**config: Any) -> Any:
     return model
 
 
+def test_a_teacher_with_another_encoder_reads_prompts_itself(tmp_path: Path) -> None:
+    """What the policy's frozen encoder made of them is not what the teacher's would; a copy's is."""
+    teacher = tiny_t5()
+    with torch.no_grad():
+        for weight in teacher.encoder.parameters():
+            weight.add_(0.3 * torch.randn_like(weight))
+    teacher.save_pretrained(tmp_path / "teacher")
+    tiny_tokenizer().save_pretrained(tmp_path / "teacher")
+    for settings, shared in (
+        ({"teacher_model_name_or_path": str(tmp_path / "teacher")}, False),
+        ({"beta": 0.1}, True),
+    ):
+        scored: list[Any] = []
+
+        def wrap(score: Any, scored: list[Any] = scored) -> Any:
+            return lambda *given, **named: scored.append(score(*given, **named)) or scored[-1]
+
+        trainer = make_trainer(tmp_path / f"run {shared}", model=frozen_t5(), max_steps=1, **settings)
+        adapter = trainer.setup.adapter
+        rewire(trainer, "collector.scorer", "score_unrewarded", wrap)
+        trainer.train()
+        (trajectory,) = scored
+        assert trajectory.sources is not None
+        assert adapter.takes_sources
+        assert adapter.reference_adapter.takes_sources is shared
+        logits = adapter.reference_adapter.row_logits(trainer.setup.reference_model, trajectory, range(len(trajectory)))
+        wanted = logits.log_softmax(-1).gather(-1, trajectory.actions.flat[:, None])[:, 0]
+        assert torch.allclose(trajectory.ref_logprobs.flat, wanted, atol=1e-5)
+
+
 def test_a_critic_of_its_own_reads_prompts_itself(tmp_path: Path) -> None:
     """What the policy's frozen encoder made of them is not what the critic's would."""
     critic = tiny_t5(seed=5)

@@ -366,6 +366,9 @@ def test_environments_by_name_and_datasets_without_prompts(tmp_path: Path) -> No
 
 def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
+    rows = [{"day": 3}] * 8
+    for name, given in (("list", rows), ("stream", Dataset.from_list(rows).to_iterable_dataset())):
+        trainer_of(tmp_path / name, environment_factory=Till, train_dataset=given, max_steps=1).train()
     with pytest.raises(ConfigError, match="Set max_steps"):
         trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
     with pytest.raises(ConfigError, match=r"column 'environment' names the one that plays"):

@@ -476,3 +476,9 @@ def test_settings_of_two_names_and_of_the_other_algorithm_are_told_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         kind(**settings)
+
+
+def test_a_critic_of_its_own_may_be_given_to_a_second_trainer(tmp_path: Path) -> None:
+    own = tiny_model("llama", seed=3, layers=1, hidden=16, tied=False)
+    for folder in ("a", "b"):
+        make_ppo(tmp_path / folder, own, max_steps=1).train()

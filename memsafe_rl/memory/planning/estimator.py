@@ -145,8 +145,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     geometry = work.geometry
     if geometry.unit is not None:
         return _unit_update_parts(work, plan, geometry.unit)
-    activations_of = _sourced_activations if work.sources else _activations
-    kept, working, actions, count = activations_of(work, plan)
+    kept, working, actions, count = (_sourced_activations if work.sources else _activations)(work, plan)
     head_elements = geometry.vocab_size * geometry.hidden_size if geometry.head_trainable else 0
     aside = work.gradients_aside * geometry.trainable_bytes
     whole = 0 if plan.reduce_each else work.whole_gradient_bytes  # held until they are added up, a unit at a time

@@ -148,8 +148,7 @@ def _into_host(tensor: Tensor, *, wait: bool) -> Tensor:
         return _copied_to_arena(tensor)
     if tensor.device.type != "cuda":
         return tensor.cpu()
-    target = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return target.copy_(tensor, non_blocking=not wait)
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=not wait)
 
 
 def _copied_to_arena(tensor: Tensor) -> Tensor:

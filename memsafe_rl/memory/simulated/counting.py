@@ -106,8 +106,7 @@ class CountingAllocator(ByteCounter):
         """Says what this thread allocates for from now on; a mark may outlive the count."""
         if self._library is None:
             return None
-        number = _UNMARKED if component is None else _NUMBERS[component]
-        before = self._library.memsafe_mark_component(number)
+        before = self._library.memsafe_mark_component(_UNMARKED if component is None else _NUMBERS[component])
         return None if before == _UNMARKED else _COMPONENTS[before]
 
     def mark_others(self, on_host: bool) -> bool:

@@ -347,8 +347,7 @@ class Reading:
         if len({self.state.lengths[row] for row in segment.rows}) == 1 and len({*segment.block.lengths}) == 1:
             now_BN, place_BK = now_BN[:1], place_BK[:1]
         distance_BNK = (now_BN[:, :, None] - place_BK[:, None]).clamp_min(0)
-        table_HW = self._bias_table(module, farthest)[0, :, 0].flip(-1)
-        return table_HW[:, distance_BNK].transpose(0, 1)
+        return self._bias_table(module, farthest)[0, :, 0].flip(-1)[:, distance_BNK].transpose(0, 1)
 
     def _is_plain(self, segment: Segment, layer: int) -> bool:
         """Whether one token is read by rows alike, whose keys are all their tokens in order."""

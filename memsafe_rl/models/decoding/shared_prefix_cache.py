@@ -530,8 +530,7 @@ def to_int8(values: Tensor) -> Tensor:
     """
     wide = values.float()
     scale = wide.abs().amax(-1, keepdim=True).div_(_LARGEST_INT8).clamp_min_(_SMALLEST_SCALE)
-    numbers = wide.div(scale).round_().to(torch.int8)
-    return torch.cat([numbers, scale.contiguous().view(torch.int8)], -1)
+    return torch.cat([wide.div(scale).round_().to(torch.int8), scale.contiguous().view(torch.int8)], -1)
 
 
 def from_int8(values: Tensor, dtype: torch.dtype) -> Tensor:

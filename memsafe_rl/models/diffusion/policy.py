@@ -190,8 +190,7 @@ class DiffusionPolicy(nn.Module):
         null = self._null(condition)
         if self.guidance_gradient or not torch.is_grad_enabled():
             twice = torch.cat([timesteps, timesteps])
-            both = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null))
-            prompted, free = both.chunk(2)
+            prompted, free = _answer(denoiser, torch.cat([x, x]), twice, _joined(condition, null)).chunk(2)
         else:
             with torch.no_grad():
                 free = _answer(denoiser, x, timesteps, null)

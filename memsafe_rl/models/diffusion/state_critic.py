@@ -145,8 +145,7 @@ class StateCritic(Critic):
         with charge(Component.WEIGHTS):
             if network is None:
                 wide = torch.promote_types(adapter.dtype, torch.float32)
-                timesteps = policy.scheduler.timesteps
-                largest = max(float(timesteps.abs().max()), torch.finfo(torch.float32).tiny)
+                largest = max(float(policy.scheduler.timesteps.abs().max()), torch.finfo(torch.float32).tiny)
                 shape, (_, width) = policy.sample_shape, policy.condition_shape
                 made = StateEncoder(shape, width, largest, wide, adapter.device)
                 trunk: nn.Module = made

@@ -200,8 +200,9 @@ class LanguageAdapter(ModelAdapter, ABC):
         if self.path.route is Route.WHOLE:
             return None
         output = self.lm.get_output_embeddings()
-        width = getattr(output, "in_features", None) or output.weight.shape[-1]
-        return int(width), self.lm.get_input_embeddings().weight.dtype
+        embedding = self.lm.get_input_embeddings().weight  # a critic's, whose head was taken away before, has no other
+        width = getattr(output, "in_features", None) or getattr(output, "weight", embedding).shape[-1]
+        return int(width), embedding.dtype
 
     def reread(self) -> None:
         """Forgets the sizes read so far, after weights were added or frozen."""
@@ -453,8 +454,7 @@ def head_of(module: nn.Module, logit_map: LogitMap, bias_V: Tensor | None = None
 
 def padding_mask(lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
     """Returns which slots of rows padded on the right hold their tokens, (B, width) int64."""
-    ends_B1 = torch.tensor(lengths, device=device)[:, None]
-    return (torch.arange(width, device=device) < ends_B1).long()
+    return (torch.arange(width, device=device) < torch.tensor(lengths, device=device)[:, None]).long()
 
 
 def predicting_states(hidden_BND: Tensor, firsts: Sequence[int], lengths: Sequence[int]) -> Tensor:

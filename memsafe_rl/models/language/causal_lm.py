@@ -216,8 +216,7 @@ class CausalLMAdapter(LanguageAdapter):
 
     def hear_routers(self, losses: RouterLosses) -> None:
         """Has updates add losses on the routers of a mixture of experts, whose tokens count once in every row."""
-        whole = self.path.route is Route.WHOLE
-        refusal.when(whole, "routers/rows", off=losses.off, kind=type(self.lm).__name__)
+        refusal.when(self.path.route is Route.WHOLE, "routers/rows", off=losses.off, kind=type(self.lm).__name__)
         self.routers = Routers(self.lm, losses)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:

@@ -142,9 +142,9 @@ class Seq2SeqAdapter(LanguageAdapter):
         learns = any(weight.requires_grad for weight in encoder.parameters())
         return not learns and not any(isinstance(module, BaseTunerLayer) for module in encoder.modules())
 
-    def take_sources(self) -> None:
+    def take_sources(self, *, for_copy: bool) -> None:
         """Reads prompts from trajectories from now on, where these hold what an encoder made of them."""
-        for adapter in (self, self.reference_adapter):
+        for adapter in (self, self.reference_adapter if for_copy else None):
             if adapter is not None:
                 adapter.takes_sources = True
 
@@ -183,8 +183,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     def _mask(self, lengths: Sequence[int]) -> Tensor | None:
         """Returns the mask (P, L) of padded prompts; None without padding."""
-        alike = min(lengths) == max(lengths)
-        return None if alike else padding_mask(lengths, max(lengths), self.device)
+        return None if min(lengths) == max(lengths) else padding_mask(lengths, max(lengths), self.device)
 
     @in_its_numerics
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:

@@ -148,8 +148,7 @@ class Memo:
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
         """Returns what the shape of a result depends on."""
         try:
-            named = tuple(kwargs), _known(tuple(kwargs.values()))
-            return func, _known(args), named, torch.get_default_dtype()
+            return func, _known(args), tuple(kwargs), _known(tuple(kwargs.values())), torch.get_default_dtype()
         except _Unknown:
             return None
 
@@ -170,8 +169,7 @@ class Memo:
                 hollow = torch.empty_strided(recipe.shape, recipe.stride, dtype=recipe.dtype, device="meta")
             else:
                 hollow = torch.empty(0, dtype=recipe.dtype, device="meta")
-                storage = args[recipe.place].untyped_storage()
-                hollow.set_(storage, recipe.offset, recipe.shape, recipe.stride)
+                hollow.set_(args[recipe.place].untyped_storage(), recipe.offset, recipe.shape, recipe.stride)
             made = Tensor._make_subclass(
                 FakeTensor, hollow, False, dispatch_device=True, device_for_backend_keys=recipe.device
             )

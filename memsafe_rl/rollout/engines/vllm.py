@@ -314,8 +314,7 @@ class VLLMEngine(ExternalEngine):
         """Bytes that share and budget leave for the pool once the copy of the weights is there."""
         copied = sum(weight.numel() for _, weight in self._adapter.model.named_parameters())
         copied *= getattr(torch, self._settings.dtype).itemsize
-        share = int(self._settings.memory_share * self._total_bytes)
-        return share - copied, self._room() - copied
+        return int(self._settings.memory_share * self._total_bytes) - copied, self._room() - copied
 
     def _end(self) -> None:
         engine, self._engine, self._hosted, self._asleep = self._engine, None, None, False

@@ -73,8 +73,7 @@ def request_of(
 
 def seed_of(key: SequenceKey) -> int:
     """Turns a sequence's key into a seed."""
-    digest = hashlib.blake2b(repr(tuple(key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(tuple(key)).encode(), digest_size=8).digest(), "big") >> 1
 
 
 DrawRows = Callable[[EngineRequest, RolloutPlan], Sequence[Completion]]

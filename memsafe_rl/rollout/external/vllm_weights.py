@@ -40,8 +40,7 @@ def refuse_unmergeable(model: nn.Module) -> None:
         known = isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper))
         apart = hasattr(module, "parameter_name") or (isinstance(module, AuxiliaryTrainingWrapper) and not known)
         refusal.when(apart, "use_vllm/unmergeable", kind=type(module).__name__, name=name)
-        in_embedding = known and tied and module in (head, base.get_input_embeddings())
-        refusal.when(in_embedding, "use_vllm/tied", name=name)
+        refusal.when(known and tied and module in (head, base.get_input_embeddings()), "use_vllm/tied", name=name)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

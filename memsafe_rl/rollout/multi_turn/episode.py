@@ -114,8 +114,7 @@ def _named(value: Any) -> str:
 
 def turn_key(key: SequenceKey, turn: int, *, user: bool = False) -> SequenceKey:
     """Names the random stream of one turn; the agent's first is the episode's own."""
-    place = 2 * turn + user
-    return key._replace(seed=(key.seed ^ (place * _TURN_MULTIPLIER)) % 2**64)
+    return key._replace(seed=(key.seed ^ ((2 * turn + user) * _TURN_MULTIPLIER)) % 2**64)
 
 
 @dataclass

@@ -176,8 +176,7 @@ class EpisodeBatch:
             refusal.when(one.user is not None and not isinstance(self._dialect, Chat), "episodes/plain_user")
             if isinstance(one.user, ModelUser):
                 one.instructions = one.user.instructions(one.example)
-            silent = not one.messages and one.user is None
-            unusable.when(silent, "environment/prompt", name=one.environment.name)
+            unusable.when(not one.messages and one.user is None, "environment/prompt", name=one.environment.name)
             one.users_turn = one.user is not None and (not one.messages or one.messages[-1]["role"] != "user")
             if not one.users_turn:
                 self._open(one)

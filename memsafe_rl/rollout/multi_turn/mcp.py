@@ -228,8 +228,7 @@ def _tool(owner: MCPTools, tool: Any) -> Tool:
 
     call.__name__ = tool.name
     call.__doc__ = tool.description
-    parameters = dict(tool.input_schema)
-    described = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    described = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.input_schema)}
     call.openai_schema = {"type": "function", "function": described}  # type: ignore[attr-defined]
     return call
 

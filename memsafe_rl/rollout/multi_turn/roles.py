@@ -67,8 +67,7 @@ class ModelRoles:
     @property
     def roles(self) -> list[str]:
         """Every role that can act."""
-        adapters = list(getattr(self._agent.model, "peft_config", {}))
-        return [AGENT, BASE, REFERENCE, *adapters, *self._roles]
+        return [AGENT, BASE, REFERENCE, *getattr(self._agent.model, "peft_config", {}), *self._roles]
 
     @property
     def models(self) -> list[nn.Module]:

@@ -33,8 +33,7 @@ from memsafe_rl.rollout.native.sequences import (
 )
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
-_logger = logging.getLogger(__name__)
-_say_once = functools.cache(_logger.warning)
+_say_once = functools.cache(logging.getLogger(__name__).warning)
 _HONOURED = (
     "temperature",
     "top_p",

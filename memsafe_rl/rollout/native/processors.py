@@ -60,8 +60,7 @@ class Rows:
         """Returns the tokens of each row's prompt, (length,) int64 on the host."""
         if self.sources is not None:
             return list(self.sources)
-        pairs = zip(self.histories, self.prompt_lengths, strict=True)
-        return [history[:length] for history, length in pairs]
+        return [history[:length] for history, length in zip(self.histories, self.prompt_lengths, strict=True)]
 
     def so_far(self) -> Tensor:
         """Returns the tokens of prompt and completion so far, (B,) int64 on the device."""

@@ -94,8 +94,7 @@ class Server:
 
     def draw(self, name: str, ids: Sequence[int], settings: SamplingSettings, seed: int, version: str) -> Completion:
         """Draws one completion."""
-        answer = self._generate(name, ids, vllm_sampling(settings, seed))
-        return self._completion(answer, name, settings, version)
+        return self._completion(self._generate(name, ids, vllm_sampling(settings, seed)), name, settings, version)
 
     def _generate(self, name: str, ids: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
         body = {"request_id": name, "token_ids": list(ids), "sampling_params": params, "stream": False}

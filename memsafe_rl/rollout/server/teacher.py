@@ -27,8 +27,7 @@ def taught_logprobs(url: str, timeout: float, rows: Sequence[tuple[list[int], in
             session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS, max_retries=_AGAIN))
         server = Server(url.rstrip("/"), timeout, session, vocab_size=0)
         try:
-            score = partial(server.text_logprobs, server.model())
-            found = list(threads.map(score, [ids for ids, _ in rows]))
+            found = list(threads.map(partial(server.text_logprobs, server.model()), [ids for ids, _ in rows]))
         except ServerError as error:
             raise failure("teacher/server", reason=error) from error
         finally:

@@ -168,8 +168,7 @@ class Combiner:
         gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
         coefficients = repeat(Stage.MERGE, _coefficients, gram, weights, config, step, there)
-        factors = repeat(Stage.MERGE, exact_factors, gradients[-1], coefficients[-1])
-        add_up(gradients, coefficients, factors)
+        add_up(gradients, coefficients, repeat(Stage.MERGE, exact_factors, gradients[-1], coefficients[-1]))
         scale = repeat(Stage.MERGE, setup.committed.read_loss_scale)
         return gradient_metrics(self._objectives, gram, coefficients, scale)
 

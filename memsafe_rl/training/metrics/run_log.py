@@ -185,8 +185,7 @@ class RunLog:
         state.history.append({"step": float(state.step), "epoch": state.progress.epoch, **metrics}, **beside)
         for name, value in metrics.items():
             self.pending[name].append(value)
-        seen = {**metrics, **self._reward_seconds}
-        self._sound(state.alarms.observe(state.step, seen, self._memory.events))
+        self._sound(state.alarms.observe(state.step, {**metrics, **self._reward_seconds}, self._memory.events))
 
     def record_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
         """Writes down which share of half-precision weights the step just done did not move."""

@@ -153,11 +153,9 @@ def rounds_to_nearest(optimizer: torch.optim.Optimizer) -> bool:
 def is_due(step: int, warm_up: int, max_steps: int) -> bool:
     """Says whether a step is watched: the first at full learning rate, then ever fewer."""
     place = step - warm_up + 1
-    early = place == 1 or 2 * place <= max_steps - warm_up
-    return place > 0 and place & (place - 1) == 0 and early
+    return place > 0 and place & (place - 1) == 0 and (place == 1 or 2 * place <= max_steps - warm_up)
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """Returns a view of elements spread over a tensor, with a stride that does not stay in one column."""
-    stride = max(1, tensor.numel() // ELEMENTS_EACH - 1)
-    return tensor.detach().view(-1)[::stride][:ELEMENTS_EACH]
+    return tensor.detach().view(-1)[:: max(1, tensor.numel() // ELEMENTS_EACH - 1)][:ELEMENTS_EACH]
