@@ -171,7 +171,7 @@ def load_model(
             source = model if ref_model is None else ref_model
             taken = load(source, frozen=True) if isinstance(source, str) else source
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
-        share_tower(language_model_of(trained), None if ref_model is not None else reference)
+        share_tower(language_model_of(trained), reference if ref_model in (None, model) else None)
         if teacher is not None:
             given, trusted = teacher.arguments, trust_remote_code
             own = read_config(teacher.base, told="teacher", trust_remote_code=trusted, model_init_kwargs=given)

@@ -201,7 +201,8 @@ def build_setup(
     plays = inputs.environments is not None
     refusal.when(plays and not is_causal_lm, "environment_factory", model=type(adapter.model).__name__)
     engine.check(sampling)
-    adapter.take_sources(for_copy=config.teacher_model_name_or_path is None and inputs.request.ref_model is None)
+    copied = config.teacher_model_name_or_path is None and inputs.request.ref_model in (None, inputs.request.model)
+    adapter.take_sources(for_copy=copied)
     setup = TrainingSetup(
         config=config,
         adapter=adapter,
