@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.models import loading
 from memsafe_rl.models.loading import eos_token_ids, load_model, load_tokenizer, read_config
 from memsafe_rl.models.routing import RouterLosses
+from memsafe_rl.models.vision.families import vision_family
+from tests.images import small
 from tests.tiny import EOS_ID, PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -148,6 +151,17 @@ def test_what_is_no_model_is_refused_before_anything_is_read(model: Any) -> None
     for use in (read_config, load_model, load_tokenizer, lambda given: load_tokenizer(given, tiny_tokenizer())):
         with pytest.raises(ConfigError, match=message):
             use(model)
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_only_a_copy_of_the_model_shares_its_frozen_tower(is_copy: bool) -> None:
+    model = small()
+    family = vision_family(model.config)
+    other = None if is_copy else copy.deepcopy(model)
+    nn.ModuleList(family.modules_of(model)).requires_grad_(False)
+    reference = load_model(model, with_reference=True, ref_model=other, sees_images=True).reference_model
+    pairs = zip(family.modules_of(model), family.modules_of(reference), strict=True)
+    assert all((mine is theirs) is is_copy for mine, theirs in pairs)
 
 
 def test_adapters_that_cannot_be_trained_are_refused() -> None:

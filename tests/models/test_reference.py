@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from memsafe_rl.errors import ConfigError
+from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.base import naive_logits
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
@@ -77,6 +78,7 @@ def test_a_base_that_an_adapter_changed_is_not_changed_by_its_copy(settings: dic
     move(model)
     wanted = naive_row_logits(model, make_rows(), ROWS).detach()
     loaded = load_model(model, with_reference=True)
+    add_critic_adapter(loaded.model)
     assert_close(naive_row_logits(loaded.model, make_rows(), ROWS), wanted, 1e-6)
     adapter = adapter_of(loaded)
     move(loaded.model)
