@@ -255,8 +255,7 @@ def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[li
         return []
     columns_at_once = max(1, budget // rows)
     row_pieces = _even(range(rows), -(-rows // max(1, min(rows, budget))))
-    column_pieces = _even(columns, -(-len(columns) // columns_at_once))
-    return [(piece, chosen) for chosen in column_pieces for piece in row_pieces]
+    return [(piece, chosen) for chosen in _even(columns, -(-len(columns) // columns_at_once)) for piece in row_pieces]
 
 
 def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
@@ -329,8 +328,7 @@ def attention_runs(work: UpdateWork, rows: Sequence[int], *, packed: bool) -> li
 def _segments(work: UpdateWork, rows: Sequence[int]) -> list[int]:
     """Returns the tokens of the stretches that attention takes by themselves."""
     lengths = {row: work.row_tokens[row] - 1 for row in rows}  # nothing follows the last one
-    roots = grow(depth_first(work.branches, rows), lengths)
-    return [node.end - node.start for root in roots for node in root.walk()]
+    return [node.end - node.start for root in grow(depth_first(work.branches, rows), lengths) for node in root.walk()]
 
 
 @lru_cache(maxsize=256)
@@ -448,10 +446,9 @@ def step_micro_batches(
     trajectory: Trajectory, rows: Sequence[int], tokens: int, columns: Sequence[int] | None
 ) -> list[MicroBatchGroup]:
     """Cuts rows × columns into rectangles."""
-    wanted = trajectory.counted_columns if columns is None else columns
     batches = [
         MicroBatch(tuple(places), tuple(chosen), packed=False, tokens=len(places) * len(chosen))
-        for places, chosen in cut_columns(len(rows), wanted, tokens)
+        for places, chosen in cut_columns(len(rows), trajectory.counted_columns if columns is None else columns, tokens)
     ]
     return [MicroBatchGroup(batches, None)] if batches else []
 

@@ -62,8 +62,7 @@ def sort_by_tokens(rows: Sequence[Tensor]) -> tuple[Branch, ...]:
         kept = depth if begins else above  # what begins no stretch counts as not shared
         for place in forks:
             shared[place] = kept
-        bounds = [first, *forks, last]
-        waiting += [(one, other, kept, level + begins) for one, other in pairwise(bounds)]
+        waiting += [(one, other, kept, level + begins) for one, other in pairwise([first, *forks, last])]
     places = {row: place for place, row in enumerate(order)}
     return tuple((places[row], shared[places[row]]) for row in range(len(rows)))
 

@@ -198,8 +198,7 @@ class RecordLog(Sequence[Record]):
             raise OSError(errno.ESTALE, "its folder was moved or deleted, and is another run's now")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _File(path)
-        moved = array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
-        self._file, self._offsets = new, moved
+        self._file, self._offsets = new, array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
         logger.warning("%s was deleted or moved during the run; it is written again", path)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.tracking import get_available_trackers
 from transformers import TrainerCallback
+from transformers.integrations.integration_utils import rewrite_logs
 
 from memsafe_rl.errors import ConfigError, kind_and_line
 
@@ -51,11 +52,11 @@ class Trackers(TrainerCallback):  # type: ignore[misc]
             self.open(args)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
-        """Passes one log on; one that follows training opens the trackers again."""
+        """Passes one log on, as train/... or eval/...; one that follows training opens the trackers again."""
         if not self._is_open:
             self.open(args)
         numbers = {name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))}
-        self._accelerator.log(numbers, step=state.global_step)
+        self._accelerator.log(rewrite_logs(numbers), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Closes the trackers but wandb's run, which goes on as with transformers: it may be the user's own."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import reduce
+from operator import or_
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from memsafe_rl.accounting import host_memory, local_part
 from memsafe_rl.checkpoint import refusal
 from memsafe_rl.errors import kind_and_line
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
-from memsafe_rl.models.critic import Critic
-from memsafe_rl.models.module_state import copy_into, quiet_peft, tensor_place
+from memsafe_rl.models.critic import CRITIC_ADAPTER, Critic
+from memsafe_rl.models.module_state import adapter_weights, copy_into, quiet_peft, tensor_place
 
 _ADAPTER = "default"
 _PLAIN = "model.safetensors"
@@ -58,6 +59,18 @@ def check_savable(tokenizer: Any) -> None:
             tokenizer.save_pretrained(folder)
     except Exception as error:
         raise refusal("processing_class", kind=type(tokenizer).__name__, told=kind_and_line(error)) from error
+
+
+def refuse_unsaved(model: Any) -> None:
+    """Refuses weights that are trained beside an adapter and that PEFT would not save with it."""
+    if not isinstance(model, PeftModel):
+        return
+    with quiet_peft():
+        kept = set(map(tensor_place, get_peft_model_state_dict(model, adapter_name=model.active_adapter).values()))
+    kept |= set(map(tensor_place, adapter_weights(model, CRITIC_ADAPTER).values()))  # saved by whose critic it is
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    lost = [name for name, weight in trained if tensor_place(weight) not in kept]
+    refusal.when(lost, "weights/unsaved", count=len(lost), lost=lost, adapter=model.active_adapter)
 
 
 def saved_weights(model: Any) -> Weights:
@@ -183,13 +196,14 @@ def _read_model(model: Any, folder: Path) -> None:
     saved, loading = type(model).from_pretrained(
         folder, config=model.config, dtype=wide, device_map=None, output_loading_info=True
     )
-    differing = sorted({*loading["missing_keys"], *loading["unexpected_keys"]})
-    if differing:
-        raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
     if types := types ^ _saved_types(folder):
         raise ValueError(f"types of weights differ: {', '.join(sorted(map(str, types)))}")
     # What no file holds was made by whoever made the model, and maybe rounded on the way.
     stored = model.state_dict().keys() - (getattr(model, "_keys_to_ignore_on_save", None) or ())
+    if differing := sorted({*loading["missing_keys"], *loading["unexpected_keys"]}):
+        if not _read_by_name(model, folder, stored):
+            raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
+        return
     with torch.no_grad():
         for (name, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
             if name in stored:
@@ -197,3 +211,15 @@ def _read_model(model: Any, folder: Path) -> None:
         for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
             if name in stored:
                 target.copy_(source)
+
+
+def _read_by_name(model: Any, folder: Path, stored: Collection[str]) -> bool:
+    """Copies weights that lie under the model's own names, as those of layers put in by hand do; tells if all do."""
+    saved: dict[str, Tensor] = reduce(or_, map(load_file, folder.glob("model*.safetensors")), {})
+    own = model.state_dict()
+    found = {tensor_place(own[name]) for name, value in saved.items() if name in own and own[name].shape == value.shape}
+    if saved.keys() - own.keys() or any(tensor_place(own[name]) not in found for name in stored):
+        return False
+    for name, value in saved.items():
+        copy_into(own[name], value)
+    return True

@@ -54,8 +54,7 @@ def show_train_help(console: Console) -> None:
     for trainer, settings in ALGORITHMS.items():
         own = [one for name, one in settings.declared.items() if name not in grpo or one.default != grpo[name].default]
         if own:
-            told = f"With 'trainer: {trainer.lower()}', in place of what GRPO alone has"
-            console.print(_panel(told, _table(own)))
+            console.print(_panel(f"With 'trainer: {trainer.lower()}', in place of what GRPO alone has", _table(own)))
     printing = ("--print-config", "Print the run with every setting resolved, as a run file, and leave.")
     console.print(_panel("Other flags", _own_flags(printing)))
     console.print("A setting of TRL that is missing here is refused by name, with the reason and the nearest way.")

@@ -166,8 +166,7 @@ def _draw_limit(axes: Any, limit: Limit, *, shown: bool, ticks: Sequence[float])
         axes.axhline(limit.value, color=_INK["bad"], linestyle="--", linewidth=1.4, gid="limit")
         axes.text(1, limit.value, limit.label, transform=axes.get_yaxis_transform(), gid="limit-text", **place)
     else:
-        text = f"{limit.label}, far above this scale ↑"
-        axes.text(1, 1, text, transform=axes.transAxes, gid="limit-text", **place)
+        axes.text(1, 1, f"{limit.label}, far above this scale ↑", transform=axes.transAxes, gid="limit-text", **place)
 
 
 def _draw_marks(axes: Any, marks: Sequence[Mark], edges: Any) -> None:

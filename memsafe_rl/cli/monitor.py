@@ -74,8 +74,7 @@ class Sighting:
     @property
     def peak_bytes(self) -> int:
         """The peak to compare with the budget: the last step's, else the highest so far."""
-        last = self.status.get("last_step_peak_bytes") or {}
-        return int(max(last.values(), default=self.count("peak_bytes")))
+        return int(max((self.status.get("last_step_peak_bytes") or {}).values(), default=self.count("peak_bytes")))
 
     @property
     def band(self) -> Headroom:
@@ -126,8 +125,7 @@ def _run_of_process(pid: int) -> Path:
     if found is not None:
         return found
     if process_started(pid) is None:
-        known = ", ".join(str(number) for number, _ in runs_alive()) or "none"
-        raise refusal("monitor/process", pid=pid, known=known)
+        raise refusal("monitor/process", pid=pid, known=", ".join(str(number) for number, _ in runs_alive()) or "none")
     raise refusal("monitor/registered", pid=pid)
 
 

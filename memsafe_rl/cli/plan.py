@@ -277,10 +277,9 @@ def _of_rank(job: Job, factor: float) -> Job:
     """Scales a job's adapter, with its gradients and optimizer state, by a factor."""
     geometry, own = job.geometry, job.geometry.trainable_bytes
     more, state = int((factor - 1) * own), int((factor - 1) * job.optimizer_bytes)
-    weights = geometry.parameter_bytes + more
     return replace(
         job,
-        geometry=replace(geometry, trainable_bytes=own + more, parameter_bytes=weights),
+        geometry=replace(geometry, trainable_bytes=own + more, parameter_bytes=geometry.parameter_bytes + more),
         held_bytes=job.held_bytes + more + state,
         optimizer_bytes=job.optimizer_bytes + state,
     )
@@ -343,7 +342,6 @@ def _table(wanted: Wish, forecast: MemoryForecast) -> Table:
 
 def _plan_lines(forecast: MemoryForecast) -> Text:
     rollout, update = forecast.rollout_plan, forecast.update_plan
-    plain = UpdatePlan()
     extras = [
         name
         for name, taken in {
@@ -351,7 +349,7 @@ def _plan_lines(forecast: MemoryForecast) -> Text:
             "activations offloaded": update.offload_activations,
             "prompts packed": update.pack_prompts,
             "optimizer offloaded between updates": update.park_optimizer or rollout.park_optimizer,
-            "trajectory on the device": update.trajectory_device != plain.trajectory_device,
+            "trajectory on the device": update.trajectory_device != UpdatePlan().trajectory_device,
             "cache in 8 bits": rollout.cache_dtype is not None,
             "steps and blocks compiled": rollout.compile is not None or update.compile is not None,
         }.items()
@@ -394,8 +392,7 @@ def _frontier_table(findings: Findings) -> Table:
     groups = sorted({group for group, _, _ in findings.frontier})
     title = "longest completion, tokens (estimates; * proved by a forecast)"
     table = Table("LoRA rank", *(f"G = {group}" for group in groups), title=title)
-    ranks = list(dict.fromkeys(rank for _, rank, _ in findings.frontier))
-    for rank in ranks:
+    for rank in list(dict.fromkeys(rank for _, rank, _ in findings.frontier)):
         found = {group: tokens for group, other, tokens in findings.frontier if other == rank}
         cells = [f"{found[group]:,}" + "*" * ((group, rank) in findings.confirmed) for group in groups]
         table.add_row("all weights" if rank is None else str(rank), *cells)

@@ -179,8 +179,7 @@ def _marks(events: Sequence[Record], records: Sequence[Record]) -> list[Mark]:
         if kind is not None and records[0]["step"] - 1 <= event["at"] <= records[-1]["step"] + 1:
             found.setdefault((event["at"], kind), []).append(sentence(event))
     marks = [Mark(at, kind, f"step {at:g}: " + "\n".join(texts)) for (at, kind), texts in sorted(found.items())]
-    urgent = [mark for mark in marks if mark.kind != "plan"]
-    return marks if len(marks) <= _MOST_MARKS else urgent[:_MOST_MARKS]
+    return marks if len(marks) <= _MOST_MARKS else [mark for mark in marks if mark.kind != "plan"][:_MOST_MARKS]
 
 
 def _changed_plans(events: Sequence[Record]) -> list[Record]:
@@ -224,8 +223,7 @@ def _notes(events: Sequence[Record]) -> list[tuple[str, str, str]]:
         first, last = group[0], group[-1]
         times = f"{len(group)} times, from step {first['at']:g} to {last['at']:g}, first:"
         when = times if len(group) > 1 else f"step {first['at']:g}"
-        kind = "failure" if first.get("band") == "danger" else str(_kind_of_mark(first))
-        notes.append((kind, when, sentence(first)))
+        notes.append(("failure" if first.get("band") == "danger" else str(_kind_of_mark(first)), when, sentence(first)))
     return notes
 
 
@@ -235,12 +233,11 @@ def sentence(event: Record) -> str:
     if "sentence" in event or kind not in _SENTENCES:
         return str(event.get("sentence", kind))
     asked = number(event.get("requested_bytes"))
-    changes = event.get("changes") or {}
     return _SENTENCES[kind].format(
         kind=event.get("kind"),
         phase=event.get("phase"),
         tries=event.get("tries"),
-        what="first plan" if event.get("first") else _changes(changes),
+        what="first plan" if event.get("first") else _changes(event.get("changes") or {}),
         size="an allocation" if asked is None else format_bytes(int(asked)),
         lost=number(event.get("seconds_lost")) or 0.0,
         measured=units.plain(number(event.get("measured"))),
@@ -260,8 +257,7 @@ def plan_value(value: Any, name: str) -> str:
     """Writes a field of a plan."""
     if name.endswith("_bytes") and number(value) is not None:
         return format_bytes(int(value))
-    words = {None: "-", True: "yes", False: "no"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
+    return {None: "-", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _plans(events: Sequence[Record]) -> list[tuple[str, Record, Record, list[str]]]:

@@ -281,8 +281,7 @@ def verify(run: Run, console: Console) -> bool:
 def show_verification(found: Verification, console: Console) -> None:
     """Prints a table of the three steps, notes, and the verdict."""
     console.print(comparison(found))
-    own = () if found.exact_bytes else (_WHOLE_PROCESS,)
-    for note in (*found.notes, *own):
+    for note in (*found.notes, *(() if found.exact_bytes else (_WHOLE_PROCESS,))):
         console.print(note, highlight=False, style="dim")
     console.print(Text(found.sentence(), style="bold green" if found.passed else "bold red"))
 

@@ -114,8 +114,7 @@ class TrainerConfig(TrainerSettings, ABC):
 
     def _is_users_own(self, name: str) -> bool:
         """Whether a user's subclass has declared a field that the library knows nothing of."""
-        known = name in self.declared or name in REFUSED or name in ALIASES
-        return not known and name in self.__dataclass_fields__
+        return not (name in self.declared or name in REFUSED or name in ALIASES) and name in self.__dataclass_fields__
 
     if not TYPE_CHECKING:
 
@@ -384,7 +383,9 @@ class TrainerConfig(TrainerSettings, ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns every setting as plain data; a configuration made from it is equal to this one but for secrets."""
-        return {name: None if one.secret else _plain(getattr(self, name)) for name, one in self.declared.items()}
+        secret = {name for name, one in self.declared.items() if one.secret}
+        names = [*self.declared, *(one.name for one in fields(self) if self._is_users_own(one.name))]
+        return {name: None if name in secret else _plain(getattr(self, name)) for name in names}
 
     def to_json_string(self) -> str:
         """Writes every setting as JSON."""

@@ -49,8 +49,7 @@ Changes = dict[str, tuple[Any, Any]]
 def _shorter_completions(config: Any, failure: MemoryFailure) -> Changes:
     """Halves the longest completion: caches, activations and logits of a row shrink with it."""
     now = config.max_completion_length
-    asked = (config.generation_kwargs or {}).get("min_new_tokens") or 0
-    shorter = max(SHORTEST_COMPLETION, now // 2, int(asked))
+    shorter = max(SHORTEST_COMPLETION, now // 2, int((config.generation_kwargs or {}).get("min_new_tokens") or 0))
     if failure.phase not in _PASSES or shorter >= now:
         return {}
     return {"max_completion_length": (now, shorter)}

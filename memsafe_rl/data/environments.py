@@ -182,8 +182,7 @@ class EnvironmentPool:
 
     def _check_loss(self) -> None:
         settings = self._config.loss_settings()
-        traits = LOSSES[settings.loss_type].traits
-        if traits.adds_up_over_parts and settings.importance_sampling_level == "token":
+        if LOSSES[settings.loss_type].traits.adds_up_over_parts and settings.importance_sampling_level == "token":
             return
         raise refusal("loss_type/sequences", settings=settings)
 

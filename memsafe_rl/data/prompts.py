@@ -269,8 +269,7 @@ class PromptTokenizer(PromptReader):
         rows = within_limit(self.ids(prompts), self, truncates=self.truncate)
         if _is_tokens(prompts[0]):  # what reward functions see is text
             prompts = self.tokenizer.batch_decode(rows, skip_special_tokens=True)
-        ids = tuple(torch.tensor(row, dtype=torch.int64) for row in rows)
-        return Prompts(tuple(examples), tuple(prompts), ids)
+        return Prompts(tuple(examples), tuple(prompts), tuple(torch.tensor(row, dtype=torch.int64) for row in rows))
 
     def _templated(self, prompts: Sequence[Any]) -> list[list[int]]:
         check_template(self.tokenizer)

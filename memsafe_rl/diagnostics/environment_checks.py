@@ -197,8 +197,7 @@ def check_devices(environment: Environment) -> Iterator[Finding]:
     """Checks the cards: other processes, a PyTorch that cannot use them, and visibility."""
     for number, card in enumerate(environment.cards):
         held = sum(process.used_bytes or 0 for process in card.processes)
-        used = card.total_bytes - card.free_bytes
-        if card.processes and max(held, used) >= _LARGE_SHARE * card.total_bytes:
+        if card.processes and max(held, card.total_bytes - card.free_bytes) >= _LARGE_SHARE * card.total_bytes:
             listed = ", ".join(f"{process.pid} ({format_bytes(process.used_bytes or 0)})" for process in card.processes)
             sizes = {"free": format_bytes(card.free_bytes), "total": format_bytes(card.total_bytes)}
             yield finding("card-shared", listed=listed, **sizes, number=number, card=card.name)

@@ -291,6 +291,5 @@ def _remedies(
             chosen.append(_REMEDIES["mps-limit"])
     chosen += of_the_work
     if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET, Allocator.VLLM):
-        guessed = _BY_KIND[tensors[0].kind] if tensors else ()
-        chosen += (_REMEDIES["smaller"], *guessed, _REMEDIES["shorter"])
+        chosen += (_REMEDIES["smaller"], *(_BY_KIND[tensors[0].kind] if tensors else ()), _REMEDIES["shorter"])
     return tuple(dict.fromkeys(chosen))

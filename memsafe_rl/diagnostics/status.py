@@ -94,8 +94,7 @@ def index_folder(*, make: bool = False) -> Path | None:
         found = folder.lstat()
     except OSError:
         return None
-    ours = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == user)
-    return folder if ours else None
+    return folder if (stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == user)) else None
 
 
 def enter_index(run_dir: Path) -> Path | None:

@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 _INSTEAD = {"critic": "; for a head on the model itself leave critic out, for a second adapter write 'adapter'"}
 """What else an argument of a trainer may be than a model, by its name."""
 
-_CONFIG_KEYS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "code_revision")
-"""Loading arguments that say where files are; the config and the tokenizer need them too."""
+_OF_WEIGHTS = ("dtype", "torch_dtype", "device_map", "quantization_config")
+"""Loading arguments that say how weights are stored, not what the network is."""
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ def read_config(
     elif arguments.get("config") is not None:
         config = arguments["config"]
     else:
-        places = {key: arguments[key] for key in _CONFIG_KEYS if key in arguments}
+        given = {key: value for key, value in arguments.items() if key not in _OF_WEIGHTS}  # may change the config
         try:
             config = AutoConfig.from_pretrained(
-                model, trust_remote_code=trust_remote_code, **places_for(model, **places)
+                model, trust_remote_code=trust_remote_code, **places_for(model, **given)
             )
         except (OSError, ValueError) as error:
             instead = _INSTEAD.get(told, "")
@@ -231,6 +231,7 @@ def _refuse_contradictions(
     refusal.when(not isinstance(model, str) and arguments, "arguments/loaded", arguments=", ".join(sorted(arguments)))
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
         raise refusal("peft_config/kind", peft_config=peft_config, kind=type(peft_config).__name__)
+    refusal.when(isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"), "model/add_adapter")
     if isinstance(model, PeftModel):
         refusal.when(peft_config is not None, "peft_config/model")
         refusal.when(len(model.active_adapters) != 1, "adapters/active", count=len(model.active_adapters))
@@ -349,5 +350,4 @@ def name_of(model: str | nn.Module) -> str:
     """Returns the name or folder that a model was loaded from, else its class."""
     if isinstance(model, str):
         return model
-    config = getattr(language_model_of(model), "config", None)
-    return str(getattr(config, "_name_or_path", "") or type(model).__name__)
+    return str(getattr(getattr(language_model_of(model), "config", None), "_name_or_path", "") or type(model).__name__)

@@ -148,8 +148,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 def adapter_weights(model: nn.Module, name: str) -> dict[str, Tensor]:
     """Names the weights of one PEFT adapter of a model, those of tied layers once."""
-    weights = model.named_parameters()
-    return {key: weight for key, weight in weights if f".{name}." in key or key.endswith(f".{name}")}
+    return {key: weight for key, weight in model.named_parameters() if f".{name}." in key or key.endswith(f".{name}")}
 
 
 @contextmanager
@@ -246,8 +245,7 @@ def _attention_with_lean_bias(
     elif bias is not None and bias.shape[-2:] == (1, 1):
         options["position_bias"] = bias.clone(memory_format=torch.contiguous_format)
     elif bias is not None and not bias.requires_grad and not torch.compiler.is_compiling():
-        causal = query.shape[2] > 1 and getattr(module, "is_causal", True)
-        attention_mask = _masked(bias, attention_mask, causal)
+        attention_mask = _masked(bias, attention_mask, query.shape[2] > 1 and getattr(module, "is_causal", True))
         options["position_bias"] = None
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 

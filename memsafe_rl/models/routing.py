@@ -43,10 +43,9 @@ class Routers:
     def __init__(self, lm: Any, losses: RouterLosses) -> None:
         """Finds them where transformers records their logits."""
         recorded = (getattr(lm.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-        listed = recorded if isinstance(recorded, (list, tuple)) else [recorded]
         self._places: dict[nn.Module, int] = {
             module: int(one.index)
-            for one in listed
+            for one in (recorded if isinstance(recorded, (list, tuple)) else [recorded])
             if one is not None
             for module in lm.modules()
             if isinstance(module, one.target_class)

@@ -167,8 +167,7 @@ def simplex_minimum(gram_KK: Tensor, slopes_K: Tensor, radius: float) -> Tensor:
         (K,) float64.
     """
     count = len(gram_KK)
-    sizes = range(1, count + 1)
-    faces = itertools.chain.from_iterable(itertools.combinations(range(count), size) for size in sizes)
+    faces = itertools.chain.from_iterable(itertools.combinations(range(count), size) for size in range(1, count + 1))
     candidates = [weights for face in faces if (weights := _on_face(gram_KK, slopes_K, radius, face)) is not None]
     values = [float(weights @ slopes_K) + radius * _length(weights, gram_KK) for weights in candidates]
     return candidates[values.index(min(values))]

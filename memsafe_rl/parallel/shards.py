@@ -304,8 +304,7 @@ class ShardedWeights:
             return known[place]
         if isinstance(value, Mapping):
             return {name: self._brought(each, known) for name, each in value.items()}
-        is_list = type(value) in (list, tuple)
-        return type(value)(self._brought(each, known) for each in value) if is_list else value
+        return type(value)(self._brought(each, known) for each in value) if type(value) in (list, tuple) else value
 
 
 Shards = WholeWeights | ShardedWeights

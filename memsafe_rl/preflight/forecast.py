@@ -286,7 +286,6 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
     try:
         dtype = config.autocast_dtype or torch.float32
         # What is timed would count on a simulated device.
-        speed = measured_speed(config.device, dtype) if active_simulation() is None else None
         found = forecast_memory(
             request.model,
             config,
@@ -300,7 +299,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             critic=request.critic,
             eval_dataset=inputs.eval_dataset,
             reward_models=inputs.rewards.models,
-            speed=speed,
+            speed=measured_speed(config.device, dtype) if active_simulation() is None else None,
             ranks=config.world_size if config.sharded else 1,
             sharding="fsdp" if config.sharded else "none",
         )

@@ -219,8 +219,7 @@ def longest_evaluation(setup: TrainingSetup, dataset: Any) -> Drawing | None:
     if setup.adapter.time_separable:
         longest = Longest((0,), config.max_completion_length, "chains are alike")
     else:
-        found = [find_longest(setup, one) for one in sets if len(one)]
-        longest = max(found, key=lambda one: len(one.prompt))
+        longest = max([find_longest(setup, one) for one in sets if len(one)], key=lambda one: len(one.prompt))
     return Drawing(longest, max(map(len, sets)), config.eval_generations, Phase.EVALUATE)
 
 
@@ -275,8 +274,7 @@ class Probe:
         group, objectives = config.num_generations, len(config.objective_list)
         needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
         if self._adapter.time_separable:
-            prompts = config.prompts_per_rollout
-            laid = chains(cast(Any, self._adapter), prompts, group, objectives, needs_old=needs_old)
+            laid = chains(cast(Any, self._adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
             return setup.advantages.placeholder(laid, laid.sampling_logprobs)
         completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
         with host_memory():

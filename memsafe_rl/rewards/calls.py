@@ -269,8 +269,7 @@ def accepted_names(function: RewardFunction) -> set[str] | None:
 def required_names(function: RewardFunction) -> set[str]:
     """Names of the keywords that a function cannot do without."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = _parameters(function) or []
-    return {p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty}
+    return {p.name for p in (_parameters(function) or []) if p.kind in named and p.default is inspect.Parameter.empty}
 
 
 def _copied(value: Any) -> Any:

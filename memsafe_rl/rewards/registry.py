@@ -157,10 +157,9 @@ class CosineScaledReward:
         self, completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
     ) -> list[float | None]:
         """Rewards every completion."""
-        judged = accuracy_reward(completions, solution)
         return [
             None if right is None else self._scaled(bool(right), len(ids))
-            for right, ids in zip(judged, completion_ids, strict=True)
+            for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True)
         ]
 
     def _scaled(self, right: bool, length: int) -> float:

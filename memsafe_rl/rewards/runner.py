@@ -96,9 +96,8 @@ class RewardRunner:
     ) -> None:
         sources: list[Any] = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
         tokenizers = _one_each("reward_processing_classes", reward_processing_classes, len(sources), default=None)
-        weights = _one_each("reward_weights", reward_weights, len(sources), default=1.0)
-        _check_sources(sources, weights)
-        self.weights = tuple(float(weight) for weight in weights)
+        _check_sources(sources)
+        self.weights = weights_for(len(sources), reward_weights)
         self._sources: list[RewardFunction | RewardModel] = []
         options = dict(model_init_kwargs or {})
         for source, tokenizer in zip(sources, tokenizers, strict=True):
@@ -138,8 +137,7 @@ class RewardRunner:
         device = torch.device(device)
         for model in self.models:
             placed = getattr(model, "hf_device_map", None) is not None or getattr(model, "is_quantized", False)
-            there = all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
-            if not placed and not there:
+            if not placed and not all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
                 model.to(device)
             hold(Component.WEIGHTS, weights_of(model))  # on a CPU they are mapped from the file
 
@@ -289,13 +287,21 @@ def _number(name: str, row: int, rows: int, value: Any) -> float:
     return float(single)
 
 
-def _check_sources(sources: Sequence[Any], weights: Sequence[Any]) -> None:
-    refusal.when(not sources or (len(sources) == 1 and sources[0] is None), "reward_funcs/empty")
-    for index, (source, weight) in enumerate(zip(sources, weights, strict=True)):
-        if not (callable(source) or isinstance(source, str)):
-            raise refusal("reward_funcs/kind", index=index, source=source, kind=type(source).__name__)
+def weights_for(count: int, reward_weights: Any) -> tuple[float, ...]:
+    """Returns the weights of so many reward functions, 1 each where none are given."""
+    given = reward_weights.tolist() if isinstance(reward_weights, Tensor) else reward_weights
+    weights = _one_each("reward_weights", given, count, default=1.0)
+    for index, weight in enumerate(weights):
         if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
             raise refusal("reward_weights", index=index, weight=weight)
+    return tuple(map(float, weights))
+
+
+def _check_sources(sources: Sequence[Any]) -> None:
+    refusal.when(not sources or (len(sources) == 1 and sources[0] is None), "reward_funcs/empty")
+    for index, source in enumerate(sources):
+        if not (callable(source) or isinstance(source, str)):
+            raise refusal("reward_funcs/kind", index=index, source=source, kind=type(source).__name__)
         for package, pip_name in getattr(source, "required_packages", {}).items():
             if importlib.util.find_spec(package) is None:
                 raise refusal("package/needed", function=function_name(source), pip_name=pip_name)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,7 +35,7 @@ from memsafe_rl.parallel.replicas import connect, open_accelerator
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
-from memsafe_rl.rewards.runner import RewardRunner
+from memsafe_rl.rewards.runner import RewardRunner, weights_for
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
 from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs
@@ -54,6 +54,24 @@ def _read(path: str, doc: str) -> Any:
 def _read_played(name: str, without: Any, doc: str) -> Any:
     """Makes an attribute that is read from where episodes are played, with its value where none are."""
     return property(lambda trainer: getattr(trainer.setup.environments, name, without), doc=doc)
+
+
+def _settable(get: Callable[[Any], Any], change: Callable[[Any, Any], None], doc: str) -> Any:
+    """Makes an attribute whose new value is given to the parts that use it."""
+    return property(get, change, doc=doc)
+
+
+def _set_reward_weights(trainer: PolicyTrainer, weights: Any) -> None:
+    trainer.rewards.weights = weights_for(len(trainer.rewards.weights), weights)
+
+
+def _set_train_dataset(trainer: PolicyTrainer, dataset: Any) -> None:
+    dataset, source = trainer._inputs.for_training(dataset)
+    trainer._loop.use(replace(trainer.setup, dataset=dataset, source=source))
+
+
+def _set_eval_dataset(trainer: PolicyTrainer, dataset: Any) -> None:
+    trainer._eval_dataset, trainer._loop.eval_dataset = dataset, trainer._inputs.for_evaluation(dataset)
 
 
 class PolicyTrainer:
@@ -106,8 +124,8 @@ class PolicyTrainer:
         )
         if self.accelerator.is_main_process:  # several at once would take the folder from under each other
             check_writable(Path(self.args.output_dir))
-        inputs = read_inputs(self.args, request)
-        self.train_dataset, self._eval_dataset = inputs.train_dataset, request.eval_dataset
+        self._inputs = inputs = read_inputs(self.args, request)
+        self._eval_dataset = request.eval_dataset
         outputs = self._check_outputs(inputs.models.processing_class)
         machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
         self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
@@ -127,8 +145,7 @@ class PolicyTrainer:
             hooks=hooks_of(self, PolicyTrainer),
         )
         self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
-        own = _own_callbacks(self.args, setup, self._run_record)
-        for callback in (*own, *outputs, *_listed(callbacks)):
+        for callback in (*_own_callbacks(self.args, setup, self._run_record), *outputs, *_listed(callbacks)):
             handler.add_callback(callback)
         self._loop.report.call_event("on_init_end", self._loop.state)
         if setup.parallel.is_main and not self.args.disable_tqdm:
@@ -153,8 +170,15 @@ class PolicyTrainer:
 
     def __getattr__(self, name: str) -> Any:
         reason = INSTEAD.get(name)
+        if reason is not None and name in self.config_class.declared:
+            return getattr(self.args, name)  # as scripts and callbacks read it from TRL's trainer
         explained = f": {reason}." if reason else ""
         raise AttributeError(f"{type(self).__name__} has no {name!r}{explained}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in INSTEAD:  # nobody would read it
+            raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {INSTEAD[name]}.")
+        super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ training
 
@@ -202,7 +226,8 @@ class PolicyTrainer:
             DataError: it cannot be used.
         """
         del ignore_keys
-        return self._loop.evaluate(eval_dataset, metric_key_prefix)
+        dataset = None if eval_dataset is None else self._inputs.for_evaluation(eval_dataset)
+        return self._loop.evaluate(dataset, metric_key_prefix)
 
     def save_model(self, output_dir: str | Path | None = None, _internal_call: bool = False) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer.
@@ -350,19 +375,17 @@ class PolicyTrainer:
         """The names of the reward functions, distinct."""
         return list(self.rewards.names)
 
-    @property
-    def reward_weights(self) -> torch.Tensor:
-        """The weights of the reward functions, (F,) float32."""
-        return torch.tensor(self.rewards.weights)
-
-    @property
-    def eval_dataset(self) -> Any:
-        """The evaluation prompts, as they were passed."""
-        return self._eval_dataset
-
-    @eval_dataset.setter
-    def eval_dataset(self, dataset: Any) -> None:
-        self._eval_dataset = self._loop.eval_dataset = dataset
+    reward_weights: torch.Tensor = _settable(
+        lambda trainer: torch.tensor(trainer.rewards.weights),
+        _set_reward_weights,
+        "The weights of the reward functions, (F,) float32; others that are set hold from the next rollout on.",
+    )
+    train_dataset: Any = _settable(
+        attrgetter("setup.dataset"), _set_train_dataset, "The prompts; others may be set between two calls of `train`."
+    )
+    eval_dataset: Any = _settable(
+        attrgetter("_eval_dataset"), _set_eval_dataset, "The evaluation prompts, as they were passed or set."
+    )
 
     @property
     def optimizer(self) -> Any:

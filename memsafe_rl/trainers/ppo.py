@@ -74,8 +74,7 @@ class PPOTrainer(PolicyTrainer):
             )
         data = train_dataset, eval_dataset, processing_class, reward_processing_classes
         parts = quantization_config, peft_config, tools, rollout_func, environment_factory, memory_policy
-        request = TrainingRequest(model, reward_funcs, *data, *parts, critic, ref_model)
-        self._build(request, args, callbacks, optimizers)
+        self._build(TrainingRequest(model, reward_funcs, *data, *parts, critic, ref_model), args, callbacks, optimizers)
 
     @property
     def critic(self) -> Critic:

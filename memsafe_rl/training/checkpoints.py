@@ -96,8 +96,7 @@ class Checkpoints:
     def _saved(self) -> Saved:
         """Returns the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
         setup = self._setup
-        tensors = None if setup.config.save_only_model else self._tensors()
-        return saved_weights(setup.model), self._critics(), tensors
+        return saved_weights(setup.model), self._critics(), None if setup.config.save_only_model else self._tensors()
 
     def saved(self) -> Saved:
         """Returns the tensors of a checkpoint; divided ones come whole to the main rank, with all ranks' help."""
@@ -238,8 +237,7 @@ def _read_again(
         reader.read_contexts_again(contexts)
         return
     read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
-    stored = {tuple(ids.tolist()) for ids in trajectory.conditions.rows()}
-    refusal.when(not stored <= read, "checkpoint/prompts")
+    refusal.when(not {tuple(ids.tolist()) for ids in trajectory.conditions.rows()} <= read, "checkpoint/prompts")
 
 
 def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:

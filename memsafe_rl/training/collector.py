@@ -278,9 +278,8 @@ class Collector:
         setup = self._setup
         output = draw_rollout(copy.deepcopy([groups.prompts.prompts[row // groups.size] for row in mine]))
         ends = {*setup.sampling.eos_token_ids, setup.models.processing_class.pad_token_id}
-        vocab_size = setup.adapter.geometry.vocab_size
         given = setup.recovery.repeat(
-            Stage.PREPARE, read_rollout, output, rows=len(mine), vocab_size=vocab_size, ends=ends
+            Stage.PREPARE, read_rollout, output, rows=len(mine), vocab_size=setup.adapter.geometry.vocab_size, ends=ends
         )
         check_contexts(given, setup.readers)
         return given
@@ -378,14 +377,13 @@ class Collector:
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
-        attempt = self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, size), nullcontext)
         return self._setup.rewards.begin(
             given.prompts or [copied(prompts.prompts[row // size]) for row in mine],
             list(texts),
             self._setup.models.completion_ids(given.completions),
             columns,
             trainer_state=state.progress,
-            attempt=by_reward_rows(attempt),
+            attempt=by_reward_rows(self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, size), nullcontext)),
         )
 
     def _rewarded(self, samples: Samples, pending: PendingRewards) -> Samples:

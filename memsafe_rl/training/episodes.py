@@ -87,8 +87,7 @@ class Episodes:
 
     def draw_turns(self, prompts: list[Tensor], keys: list[list[SequenceKey]], limits: list[int]) -> list[Completion]:
         """Draws one turn of every agent."""
-        work = self._turn_work(prompts, keys, limits, self._setup.adapter.geometry)
-        attempt = self._scorer.attempt(Stage.DRAW, work)
+        attempt = self._scorer.attempt(Stage.DRAW, self._turn_work(prompts, keys, limits, self._setup.adapter.geometry))
         sampling, progress = self._setup.sampling, self._setup.on_sampling
         return self._opened.generate(prompts, keys, sampling, attempt, progress, limits=limits)
 

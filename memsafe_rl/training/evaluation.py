@@ -10,8 +10,7 @@ from typing import Any
 from transformers.trainer_utils import speed_metrics
 
 from memsafe_rl.config.base import TrainerConfig
-from memsafe_rl.data.prompts import check_dataset
-from memsafe_rl.training import refusal, unusable
+from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
 from memsafe_rl.training.metrics.run_log import RunLog
@@ -29,8 +28,7 @@ def evaluated(
         for name, part in dataset.items():
             merged |= evaluated(collector, learner, report, state, part, f"{prefix}_{name}")
         return merged
-    examples = list(check_dataset(dataset, "eval_dataset", collector.reader.columns))
-    unusable.when(not examples, "eval_dataset/empty")
+    examples = list(dataset)
     kept, started = collector.reader.kept(), time.time()
     try:
         with report.apart() as logged:

@@ -171,8 +171,7 @@ class Learner:
             sampler_is_external=rollout.external,
             values=self._setup.advantages.loss_term(),
         )
-        betas = [control.beta for control in controllers.betas.values()]
-        return with_objectives(terms, trajectory, rows, betas)
+        return with_objectives(terms, trajectory, rows, [control.beta for control in controllers.betas.values()])
 
     def _balance(self, trajectory: Trajectory, rows: Sequence[int]) -> BalanceTerms | None:
         """Counts how often a step's tokens choose each expert, in a pass without gradient."""
@@ -331,8 +330,7 @@ class Learner:
         config, reference = self._config, self._setup.reference_model
         if config.sync_ref_model and (step + 1) % config.ref_model_sync_steps == 0:
             assert reference is not None, "a run without one is refused"
-            mix = ReferenceMix(reference, self._setup.model, config.ref_model_mixup_alpha)
-            self._repeat(Stage.COMMIT, mix.finish)
+            self._repeat(Stage.COMMIT, ReferenceMix(reference, self._setup.model, config.ref_model_mixup_alpha).finish)
 
 
 def make_committer(
@@ -362,13 +360,12 @@ def make_committer(
         half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
     scheduler = scheduler or schedule(optimizer, config, max_steps)
-    scaler = torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None
     committer = Committer(
         setup.trained,
         optimizer,
         scheduler,
         max_grad_norm=config.max_grad_norm,
-        scaler=scaler,
+        scaler=torch.amp.GradScaler(setup.adapter.device.type) if config.fp16 else None,
         warmup_steps=config.get_warmup_steps(max_steps),
         half=half,
     )

@@ -193,9 +193,8 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
     lengths = samples.lengths
     finished = torch.tensor([completion.finished for completion in samples.completions])
     ended = lengths[finished] if finished.any() else torch.zeros(1)
-    prompt_tokens = sum(len(ids) for ids in samples.conditions)
     metrics = {
-        "step_tokens": prompt_tokens + lengths.sum().item(),
+        "step_tokens": sum(len(ids) for ids in samples.conditions) + lengths.sum().item(),
         "completions/clipped_ratio": 1.0 - finished.float().mean().item(),
         "sampling/tied_fraction": sum(c.ties for c in samples.completions) / max(1.0, lengths.sum().item()),
     }

@@ -177,10 +177,10 @@ def test_trackers_get_the_settings_and_every_number(tmp_path: Path, monkeypatch:
     assert config["num_generations"] == 4
     assert all(isinstance(value, (bool, int, float, str)) for value in config.values())
     assert [step for step, _ in fake.logged] == [1, 2, 2]
-    assert "reward" in fake.logged[0][1]
+    assert {"train/reward", "train/epoch"} <= fake.logged[0][1].keys()  # as transformers' own trackers are told
     assert fake.closed == ["tensorboard"]  # wandb's run may be the user's own, and what is evaluated later is logged
-    trainer.log({"later": 1.0})
-    assert fake.logged[-1] == (2, {"later": 1.0, "epoch": trainer.state.epoch})
+    trainer.log({"eval_later": 1.0})
+    assert fake.logged[-1] == (2, {"eval/later": 1.0, "train/epoch": trainer.state.epoch})
     assert len(fake.opened) == 1
     chosen = SimpleNamespace(trackers=["wandb"], trackio_space_id=None, to_sanitized_dict=dict)
     Trackers(fake, project="sums", run_name=None).open(chosen)

@@ -9,10 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import nn
 from transformers import MarianConfig, MarianMTModel
 
 from memsafe_rl.checkpoint.weights import HostCopies, bytes_of, read_weights, saved_weights, write_weights
+from memsafe_rl.errors import ConfigError
 from tests.tiny import tiny_model
+from tests.trainers.helpers import make_trainer
 
 
 def held() -> dict[str, object]:
@@ -89,3 +92,46 @@ def test_copies_of_an_adapters_weights_have_the_embedding_that_peft_saves_beside
     assert any(name.endswith("embed_tokens.base_layer.weight") for name in now)
     assert now.keys() == copied.keys()
     read_weights(model, tmp_path / "copied")
+
+
+class Widened(nn.Module):
+    """A LoRA written by hand, as users put one in place of a layer."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def test_a_model_with_layers_put_in_by_hand_is_read_back(tmp_path: Path) -> None:
+    """transformers' own class of the model knows nothing of them."""
+
+    def widened() -> nn.Module:
+        model = tiny_model("llama")
+        for block in model.model.layers:
+            block.self_attn.q_proj = Widened(block.self_attn.q_proj)
+        return model
+
+    model, other = widened(), widened()
+    write_weights(model, None, tmp_path)
+    assert not torch.equal(
+        model.model.layers[0].self_attn.q_proj.up.weight, other.model.layers[0].self_attn.q_proj.up.weight
+    )
+    read_weights(other, tmp_path)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    with pytest.raises(ConfigError, match="weights differ"):
+        read_weights(tiny_model("llama"), tmp_path)
+
+
+def test_what_would_be_trained_and_not_saved_is_refused(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model("qwen3"), LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    make_trainer(tmp_path, model=model)
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    told = "1 trainable weights are not saved with the adapter 'default', such as '.*norm.weight'.*modules_to_save"
+    with pytest.raises(ConfigError, match=told):
+        make_trainer(tmp_path, model=model)

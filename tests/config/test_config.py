@@ -188,6 +188,8 @@ def test_a_configuration_may_be_derived_with_fields_of_its_own() -> None:
 
     config = Mine(output_dir="x", benchmarks=["maths"], beta=0.1)
     assert (config.benchmarks, config.num_completions_to_print, config.beta) == (["maths"], 0, 0.1)
+    assert config.to_dict()["benchmarks"] == ["maths"]
+    assert Mine(**config.to_dict()) == config
     config.benchmarks = []
     assert config.benchmarks == []
     assert dataclasses.replace(config, seed=3).seed == 3

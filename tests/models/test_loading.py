@@ -94,6 +94,8 @@ def test_a_config_is_read_without_weights(folder: str, tmp_path: Path) -> None:
     assert (facts.max_positions, facts.vocab_size, facts.router_losses) == (256, 258, RouterLosses())
     assert read_config(tiny_model("gpt2", positions=99)).max_positions == 99
     assert read_config(get_peft_model(tiny_model(), LoraConfig(**LORA))).max_positions == 256
+    given = {"max_position_embeddings": 40, "dtype": "bfloat16"}  # as from_pretrained takes them
+    assert read_config(folder, model_init_kwargs=given).max_positions == 40
     MixtralConfig(router_aux_loss_coef=0.02).save_pretrained(tmp_path)
     assert read_config(str(tmp_path)).router_losses == RouterLosses(0.02)
 
@@ -174,6 +176,10 @@ def test_adapters_that_cannot_be_trained_are_refused() -> None:
     model.unmerge_adapter()
     model.requires_grad_(False)
     with pytest.raises(ConfigError, match="is_trainable=True"):
+        load_model(model)
+    model = tiny_model()
+    model.add_adapter(LoraConfig(**LORA))
+    with pytest.raises(ConfigError, match="its config as peft_config"):
         load_model(model)
 
 

@@ -266,3 +266,33 @@ def test_trls_masks_answer_by_their_names_and_may_not_be_replaced(tmp_path: Path
     assert marked.tolist() == [[False, True, False], [False, True, False]]
     with pytest.raises(TypeError, match="get_high_entropy_mask would never be called"):
         type("Mine", (GRPOTrainer,), {"get_high_entropy_mask": lambda *_: None})
+
+
+def test_what_trls_trainer_has_as_attributes_is_read_and_what_nobody_would_read_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, temperature=0.7)
+    assert (trainer.temperature, trainer.num_generations, trainer.beta) == (0.7, 4, 0.0)
+    for name, told in (("beta", "set it in the configuration"), ("compute_loss", "pass the loss as loss_type")):
+        with pytest.raises(AttributeError, match=f"GRPOTrainer.{name} cannot be set: {told}"):
+            setattr(trainer, name, 0.1)
+
+
+def test_prompts_and_reward_weights_that_are_set_take_the_place_of_the_first(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def paid(prompts: list[str], **_: Any) -> list[float]:
+        seen.extend(prompts)
+        return [float(place) for place in range(len(prompts))]
+
+    trainer = make_trainer(tmp_path, reward_funcs=paid, max_steps=1)
+    trainer.train()
+    trainer.train_dataset = [{"prompt": "9+9="}, {"prompt": "8+8="}]
+    trainer.reward_weights = torch.tensor([0.5])
+    assert trainer.train_dataset["prompt"] == ["9+9=", "8+8="]
+    assert seen[0] in PROMPTS
+    trainer.train()
+    assert set(seen[8:]) == {"9+9=", "8+8="}
+    assert trainer.history[-1]["reward"] == pytest.approx(0.5 * 3.5)
+    with pytest.raises(ConfigError, match="reward_weights has 2 entries for 1 reward functions"):
+        trainer.reward_weights = [1.0, 1.0]
+    with pytest.raises(DataError, match="no 'prompt'"):
+        trainer.train_dataset = [{"text": "9+9="}]

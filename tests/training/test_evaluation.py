@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from memsafe_rl.errors import ConfigError
+from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.ops.evaluation import best_at_k, pass_at_k
 from tests.trainers.helpers import PROMPTS, make_trainer
 
@@ -132,3 +132,14 @@ def test_a_stream_of_prompts_is_evaluated_as_its_dataset_is(tmp_path: Path) -> N
         found.append(trainer.evaluate())
     assert found[0]["eval_reward"] == found[1]["eval_reward"]
     assert found[0]["eval_loss"] == found[1]["eval_loss"]
+
+
+def test_other_prompts_are_read_as_the_trainers_own_are(tmp_path: Path) -> None:
+    """They were neither filtered nor given the prompts that environments make."""
+    long = [{"prompt": PROMPTS[0]}, {"prompt": "9" * 40}]
+    trainer = make_trainer(tmp_path, max_prompt_length=20, overlong_prompts="filter")
+    trainer.eval_dataset = long
+    assert trainer.eval_dataset is long
+    assert trainer.evaluate()["eval_reward"] == trainer.evaluate(long[:1])["eval_reward"]
+    with pytest.raises(DataError, match="eval_dataset is empty"):
+        trainer.evaluate([])

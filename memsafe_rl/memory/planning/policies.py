@@ -273,8 +273,7 @@ class WithinBudget(MemoryPolicy):
 
     def after_oom(self, plan: Plan, failure: MemoryFailure) -> Plan | None:
         """Asks the other policy, with the smaller budget in the failure."""
-        bounded = replace(failure, budget_bytes=min(failure.budget_bytes, self.budget_bytes))
-        return self.policy.after_oom(plan, bounded)
+        return self.policy.after_oom(plan, replace(failure, budget_bytes=min(failure.budget_bytes, self.budget_bytes)))
 
     def _bounded(self, memory: MemoryState) -> MemoryState:
         return replace(memory, budget_bytes=min(memory.budget_bytes, self.budget_bytes))

@@ -389,12 +389,10 @@ def first_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room) -> P
 
 def fastest_that_fits(start: Plan, fallbacks: Sequence[Fallback], room: Room, time: Callable[[Plan], float]) -> Plan:
     """Takes the leanest plan within a tenth of the fastest if it fits, else the fastest that fits."""
-    quick = reachable(start, room.work, fallbacks, time)
-    lean = min(quick, key=lambda plan: (room.extra_bytes(plan), time(plan)))
+    lean = min(reachable(start, room.work, fallbacks, time), key=lambda plan: (room.extra_bytes(plan), time(plan)))
     if room.fits(lean):
         return lean
-    fitting = room.fitting(reachable(start, room.work, fallbacks))
-    return min(fitting, key=lambda entry: (time(entry[0]), entry[1]))[0]
+    return min(room.fitting(reachable(start, room.work, fallbacks)), key=lambda entry: (time(entry[0]), entry[1]))[0]
 
 
 def fastest_with_weights_away(

@@ -249,9 +249,8 @@ class Attempts(Generic[Plan]):
         failure, tracker = self._failure(failed), self.recovery.tracker
         held = {str(component): size for component, size in tracker.held_bytes().items()}
         plans = [cast(RolloutPlan | UpdatePlan, plan) for plan in self.failed_plans if plan is not None]
-        policy = type(self.recovery.policy).__name__
         return MemoryBudgetError(
-            explain(failure, held, plans, limit_bytes=tracker.limit_bytes, policy=policy),
+            explain(failure, held, plans, limit_bytes=tracker.limit_bytes, policy=type(self.recovery.policy).__name__),
             failure=failure,
             held_bytes=held,
         )

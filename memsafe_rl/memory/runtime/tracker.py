@@ -259,8 +259,7 @@ class MemoryTracker:
         """Compares what is held now with the ends of earlier steps, and names a component that keeps growing."""
         if not self.meter.is_exact:
             return  # what known owners hold does not leak, and a resident size tells nothing of the rest
-        held = self.held_bytes()
-        self._warn(self._leaks.observe(self.step + 1, held, known, steps_per_rollout=steps_per_rollout))
+        self._warn(self._leaks.observe(self.step + 1, self.held_bytes(), known, steps_per_rollout=steps_per_rollout))
 
     def _warn(self, events: Iterable[dict[str, Any]]) -> None:
         for event in events:
@@ -287,13 +286,12 @@ class MemoryTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, what later plans depend on."""
-        failures = [{**asdict(failure), "plan": _named(failure.plan), "work": None} for failure in self._failures]
         return {
             "budget_bytes": self.budget_bytes,
             "corrections": dict(self._corrections),
             "stranded_bytes": dict(self._stranded),
             "plans": [_named(plan) for plan in self._plans.values()],
-            "failures": failures,
+            "failures": [{**asdict(failure), "plan": _named(failure.plan), "work": None} for failure in self._failures],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

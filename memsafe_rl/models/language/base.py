@@ -335,8 +335,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def _head(self) -> LinearHead | LogitsHead:
         bias_1V = getattr(self.lm, "final_logits_bias", None)
-        bias_V = None if bias_1V is None else bias_1V[0]
-        return head_of(self.lm.get_output_embeddings(), self.path.logit_map, bias_V)
+        return head_of(self.lm.get_output_embeddings(), self.path.logit_map, None if bias_1V is None else bias_1V[0])
 
     def _reading(self, state: SharedPrefixState, counts: Sequence[int] | None = None) -> Reading:
         sources = SourceMarks(self._cross_layers, self.device) if self._cross_layers else None

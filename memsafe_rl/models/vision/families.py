@@ -79,8 +79,7 @@ def vision_family(config: Any) -> VisionFamily | None:
 
 
 def _grid_tokens(processor: Any, _: Any, config: Any, size: tuple[int, int]) -> list[int]:
-    patches = processor.get_number_of_image_patches(*size, {})
-    return [int(config.image_token_id)] * (patches // processor.merge_size**2)
+    return [int(config.image_token_id)] * (processor.get_number_of_image_patches(*size, {}) // processor.merge_size**2)
 
 
 def _grid_runs(config: Any, images: Images) -> list[int]:

@@ -95,8 +95,7 @@ class ImagePrompts:
             self._checked = True
         stored = [self.table.known[key] for key in keys]
         if self._tower.learns:  # some may have been read before the weights last moved
-            named = (self.table.shown[int(ids[0])] for ids in stored)
-            self._tower.fill(self._lm, self._features(self._lm), named)
+            self._tower.fill(self._lm, self._features(self._lm), (self.table.shown[int(ids[0])] for ids in stored))
         return stored
 
     @torch.no_grad()

@@ -315,8 +315,7 @@ class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._memory.allocator is None:  # else CPU kernels stand for others
             if key is None or key not in _MEMO.inside:
                 measured = is_measured(func.name(), args)
-                inside = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
-                _MEMO.inside[key] = inside
+                _MEMO.inside[key] = measured_inside(func, args, kwargs) if measured else cast_bytes(func, args, result)
             self._memory.ledger.see_workspace(_MEMO.inside[key])
         else:
             self._memory.ledger.see_workspace(sort_bytes(func, args) or reduction_bytes(func, args, result, self._card))

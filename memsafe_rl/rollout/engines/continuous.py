@@ -92,13 +92,12 @@ class _Batching:
 
 def _generation(settings: SamplingSettings) -> Any:
     sampled = settings.temperature > 0
-    drawn = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
     return GenerationConfig(
         do_sample=sampled,
         max_new_tokens=settings.max_new_tokens,
         eos_token_id=list(settings.eos_token_ids) or -1,
         pad_token_id=0,  # named only so that none is looked for; nothing is padded
-        **(drawn if sampled else {}),
+        **({"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k} if sampled else {}),
     )
 
 

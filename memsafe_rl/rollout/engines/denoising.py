@@ -110,10 +110,9 @@ class DenoisingEngine(WholeEngine):
         with host_memory():
             masks = {row.key[:2]: self._mask(row.key) for row in rows}
             noted = logprobs_BS.unbind()
-        together = zip(rows, states, noted, starts, strict=True)
         return [
             Completion(ids, logprobs_S, logprobs_S, finished=True, start=start, mask=masks[row.key[:2]])
-            for row, ids, logprobs_S, start in together
+            for row, ids, logprobs_S, start in zip(rows, states, noted, starts, strict=True)
         ]
 
     def _start(self, rows: Sequence[_Row]) -> Tensor:

@@ -85,7 +85,6 @@ def build(model: Any, hosted: Hosted, device: torch.device) -> Any:
 
 
 def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
-    on_cpu = {"enforce_eager": True, "block_size": hosted.pool.block_tokens} if device.type == "cpu" else {}
     return {
         "runner": "generate",
         "load_format": "dummy",
@@ -102,7 +101,7 @@ def _arguments(hosted: Hosted, device: torch.device) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
         "seed": 0,
-        **on_cpu,
+        **({"enforce_eager": True, "block_size": hosted.pool.block_tokens} if device.type == "cpu" else {}),
     }
 
 

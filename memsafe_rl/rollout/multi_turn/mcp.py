@@ -108,8 +108,7 @@ class MCPTools:
         if missing or not there or (allow is not None and not allow):
             self.close()
             lacking = ", ".join(missing) or ("at all" if not there else "of those in `allow`, which names none")
-            names = ", ".join(sorted(there)) or "none"
-            raise refusal("mcp/tool", server=self._named, lacking=lacking, names=names)
+            raise refusal("mcp/tool", server=self._named, lacking=lacking, names=", ".join(sorted(there)) or "none")
         self._tools = [_tool(self, tool) for name, tool in there.items() if allow is None or name in allow]
 
     def __iter__(self) -> Iterator[Tool]:

@@ -53,8 +53,7 @@ class Rows:
         start_1 = torch.tensor([start_token_id])
         pairs = list(zip(histories, prompt_lengths, strict=False))
         drawn = [torch.cat([start_1, history[length:]]) for history, length in pairs]
-        sources = [history[:length] for history, length in pairs]
-        return cls(positions_B, [1] * len(prompt_lengths), drawn, sources)
+        return cls(positions_B, [1] * len(prompt_lengths), drawn, [history[:length] for history, length in pairs])
 
     def prompts(self) -> list[Tensor]:
         """Returns the tokens of each row's prompt, (length,) int64 on the host."""

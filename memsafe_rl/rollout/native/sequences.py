@@ -310,14 +310,13 @@ class Drawer:
             drawn = _choose(logits_BV, noise, self._temperature)
             return drawn.tokens_B, _columns(drawn, drawn.logprobs_B)
         size = max(1, _TILE_ELEMENTS // logits_BV.shape[1])
-        tiles = [slice(start, start + size) for start in range(0, len(logits_BV), size)]
         parts = [
             self._draw_processed(
                 logits_BV[tile],
                 None if noise is None else noise._replace(noise_BS=noise.noise_BS[tile]),
                 self._rows(positions_B[tile], (prompt_lengths or ())[tile], (histories or ())[tile]),
             )
-            for tile in tiles
+            for tile in [slice(start, start + size) for start in range(0, len(logits_BV), size)]
         ]
         if len(parts) == 1:
             return parts[0]

@@ -157,8 +157,7 @@ class Combiner:
             merge = self.merge(setup, gradients, [part.denominators.tokens > 0 for part in terms.objectives], step)
         finally:
             gradients.clear()
-        weights = [objective.weight for objective in self._objectives]
-        return rollout, repeat(Stage.MERGE, joined, found, weights, merge)
+        return rollout, repeat(Stage.MERGE, joined, found, [objective.weight for objective in self._objectives], merge)
 
     def merge(
         self, setup: TrainingSetup, gradients: list[list[Tensor]], there: Sequence[bool], step: int

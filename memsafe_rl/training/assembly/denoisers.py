@@ -55,8 +55,7 @@ class Denoisers(ModelFactory):
     processing_class: Any = None
 
     def __init__(self, config: TrainerConfig, model: Any, processing_class: Any) -> None:
-        kind = type(processing_class).__name__
-        refusal.when(processing_class is not None, "denoiser/processing_class", kind=kind)
+        refusal.when(processing_class is not None, "denoiser/processing_class", kind=type(processing_class).__name__)
         _refuse_what_is_for_tokens(config)
         self._config, self._policy = config, policy_of(model)
         _take_steps(config, self._policy.num_inference_steps)
@@ -151,8 +150,7 @@ def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
 
 def _take_steps(config: TrainerConfig, steps: int) -> None:
     """Makes the steps of a chain the length of a row, and says so where another length was asked for."""
-    default = config.declared["max_completion_length"].default
-    if config.max_completion_length not in (default, steps):
+    if config.max_completion_length not in (config.declared["max_completion_length"].default, steps):
         logger.warning(
             "max_completion_length is %d, but a chain of this DiffusionPolicy has %d steps (num_inference_steps): the "
             "setting is without effect",

@@ -17,11 +17,12 @@ from peft import PeftModel
 from torch import nn
 
 from memsafe_rl.accounting import weights_of
+from memsafe_rl.checkpoint.weights import refuse_unsaved
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
-from memsafe_rl.data.prompts import PromptSource, holds_text_alone
+from memsafe_rl.data.prompts import PromptReader, PromptSource, holds_text_alone
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
 from memsafe_rl.memory.planning.policies import MemoryPolicy
@@ -79,10 +80,22 @@ class Inputs:
     models: ModelFactory  # reads prompts, loads and shows what this kind of model needs
     environments: EnvironmentPool | None  # where episodes are played; None where a completion is one turn
     train_dataset: Any  # the prompts, checked
-    eval_dataset: Any  # prompts for evaluation, checked
     source: PromptSource  # the prompts by position
     rewards: RewardRunner  # the reward functions, their models not on the device yet
     memory_policy: MemoryPolicy  # makes the plans
+    eval_dataset: Any = None  # prompts for evaluation, checked
+
+    def for_training(self, dataset: Any) -> tuple[Any, PromptSource]:
+        """Checks other prompts for training, and returns them with what reads them by position."""
+        dataset, source = _for_training(self.config, self.models.reader, self.environments, dataset)
+        check_together(self.config, dataset, self.rewards, self.request.rollout_func, self.environments)
+        return dataset, source
+
+    def for_evaluation(self, dataset: Any) -> Any:
+        """Checks prompts for evaluation, and returns those that are used."""
+        if self.environments is not None:
+            dataset = with_prompts(self.config, dataset, self.environments, evaluates=True)
+        return evaluation_prompts(self.config, dataset, self.models.reader, self.rewards)
 
 
 @dataclass(frozen=True)
@@ -107,25 +120,20 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
     tokenizer = getattr(models.processing_class, "tokenizer", models.processing_class)  # of a processor
     pool = environment_pool_for(config, tokenizer, models.reader, request.tools, request.environment_factory)
-    train_dataset, eval_dataset = request.train_dataset, request.eval_dataset
-    if pool is not None:
-        train_dataset = with_prompts(config, train_dataset, pool)
-        eval_dataset = with_prompts(config, eval_dataset, pool, evaluates=True)
-    train_dataset = prompt_dataset(config, train_dataset, models.reader)
-    source = training_prompts(config, train_dataset, models.reader)
+    dataset, source = _for_training(config, models.reader, pool, request.train_dataset)
     rewards = _reward_runner(config, request, pool)
-    check_together(config, train_dataset, rewards, request.rollout_func, pool)
-    return Inputs(
-        request=request,
-        config=config,
-        models=models,
-        environments=pool,
-        train_dataset=train_dataset,
-        eval_dataset=evaluation_prompts(config, eval_dataset, models.reader, rewards),
-        source=source,
-        rewards=rewards,
-        memory_policy=chosen_policy(request.memory_policy, config),
-    )
+    check_together(config, dataset, rewards, request.rollout_func, pool)
+    policy = chosen_policy(request.memory_policy, config)
+    inputs = Inputs(request, config, models, pool, dataset, source, rewards, policy)
+    return replace(inputs, eval_dataset=inputs.for_evaluation(request.eval_dataset))
+
+
+def _for_training(
+    config: TrainerConfig, reader: PromptReader, pool: EnvironmentPool | None, dataset: Any
+) -> tuple[Any, PromptSource]:
+    dataset = dataset if pool is None else with_prompts(config, dataset, pool)
+    dataset = prompt_dataset(config, dataset, reader)
+    return dataset, training_prompts(config, dataset, reader)
 
 
 def prepare(
@@ -188,6 +196,7 @@ def build_setup(
         trained = ((name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad)
         halved = next((name for name, weight in trained if weight.dtype == torch.float16), None)
         refusal.when(halved, "float16", name=halved)
+        refuse_unsaved(loaded.model)
         loaded.model.eval()
         recovery.repeat(Stage.LOAD, inputs.rewards.to, machine.device)
         adapter = models.adapt(loaded)
@@ -226,8 +235,7 @@ def build_setup(
     if isinstance(machine.parallel, Replicas):
         begin_alike(setup, machine.parallel)
         if config.sharded:
-            shards = recovery.once(Stage.ADOPT, _divided, setup, machine.parallel, machine.device)
-            setup = replace(setup, shards=shards)
+            setup = replace(setup, shards=recovery.once(Stage.ADOPT, _divided, setup, machine.parallel, machine.device))
     machine.holdings.networks = setup.networks
     machine.holdings.resident_blocks = partial(attrgetter("host_weights.resident"), adapter)
     return setup

@@ -152,8 +152,7 @@ def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
 
 def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping[str, float]) -> _Reading:
     if not flat:
-        known = "" if mean is None else f"; mean reward {mean:.3g}"
-        return _share("equal_rewards", share, limit, known=known)
+        return _share("equal_rewards", share, limit, known="" if mean is None else f"; mean reward {mean:.3g}")
     gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
     return _Reading(True, share, limit, _TEXTS["flat_rewards"].format(gave=" and ".join(gave)))
 

@@ -391,8 +391,7 @@ class SteppedWeights:
         """Takes what a step needs besides, so that the step itself allocates nothing; may be repeated."""
         if self._wide is not None:
             with charge(Component.OPTIMIZER):
-                device = self._half[0].device
-                self._buffer = torch.empty(self._layout.elements, dtype=torch.float32, device=device)
+                self._buffer = torch.empty(self._layout.elements, dtype=torch.float32, device=self._half[0].device)
                 self._wide.open(self._layout)
 
     def step(self, optimizer: torch.optim.Optimizer, factors: ClipFactors) -> None:
