@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig, PeftModel, load_peft_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoProcessor, TrainerCallback
 
@@ -170,24 +170,35 @@ def export(source: str, target: str, dtype: str | None) -> Path:
 def _with_weights(folder: Path) -> Path:
     """Finds the weights: in the folder itself, else in the latest of its checkpoints."""
     places = [folder, *reversed(checkpoints(folder))] if folder.is_dir() else []
-    found = next((place for place in places if any((place / name).is_file() for name in (_ADAPTER, _CONFIG))), None)
+    found = next((place for place in places if (place / _CONFIG).is_file() or _adapter_in(place)), None)
     if found is None:
         raise refusal("export/weights", folder=str(folder), adapter=_ADAPTER, config=_CONFIG)
     return found
 
 
+def _adapter_in(folder: Path) -> Path | None:
+    """Finds an adapter: in the folder itself, else in one of the adapter's name, as PEFT writes all but "default"."""
+    named = (path.parent for path in sorted(folder.glob(f"*/{_ADAPTER}")) if path.parent not in checkpoints(folder))
+    return folder if (folder / _ADAPTER).is_file() else next(named, None)
+
+
 def _loaded(folder: Path) -> tuple[Any, Any, str]:
     """Returns the network's config, the network, and the name of what it was trained from; unknown where empty."""
-    if not (folder / _ADAPTER).is_file():
+    adapter = _adapter_in(folder)
+    if adapter is None:
         config = AutoConfig.from_pretrained(folder)
         return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""
-    base = str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    base = str(PeftConfig.from_pretrained(adapter).base_model_name_or_path)
     try:
         config = AutoConfig.from_pretrained(base, **places_for(base))
         model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
     except OSError as error:
         raise refusal("export/base", folder=str(folder), base=base) from error
-    return config, PeftModel.from_pretrained(model, str(folder)).merge_and_unload(), base
+    name = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
+    embedding = load_peft_weights(str(adapter), device="cpu").get(f"base_model.model.{name}.weight")
+    if embedding is not None and len(embedding) != len(model.get_input_embeddings().weight):
+        model.resize_token_embeddings(len(embedding))  # trained with a larger vocabulary than the base's
+    return config, PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(), base
 
 
 def fill_card(folder: Path, run_folder: Path) -> None:

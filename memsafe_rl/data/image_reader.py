@@ -176,8 +176,7 @@ class ImagePromptReader(PromptReader):
     def own(self, image: Any) -> Any:
         """Returns a copy of an image, one for equal pixels, that its owner cannot change and a PNG file can hold."""
         found, kinds = opened(image), ("RGB", "RGBA")
-        plain = "RGBA" if found.has_transparency_data else "RGB"
-        found = found.convert(found.mode if found.mode in kinds else plain)
+        found = found.convert(found.mode if found.mode in kinds else ("RGBA" if found.has_transparency_data else "RGB"))
         name = hashlib.sha256(f"{found.mode} {found.size} ".encode() + found.tobytes()).digest()
         return self._own.setdefault(name, found)
 

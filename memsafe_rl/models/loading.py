@@ -29,7 +29,7 @@ from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models import refusal
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.host_weights import put_on
-from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_prompt_learning
+from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_peft_method
 from memsafe_rl.models.language.factory import adapter_for, family_of
 from memsafe_rl.models.module_state import (
     REFERENCE_ADAPTER,
@@ -73,7 +73,8 @@ class LoadedModel:
     """A model ready to be trained."""
 
     model: Any  # the network, a `PeftModel` where there is an adapter; in eval mode
-    reference_model: Any  # frozen copy for the reference; None where none is wanted or an adapter is switched instead
+    reference_model: Any  # frozen network for the reference; None where none is wanted or an adapter is switched
+    copied: bool = True  # whether the reference begins as the model itself, not as another network
 
 
 def read_config(
@@ -171,7 +172,8 @@ def load_model(
             source = model if ref_model is None else ref_model
             taken = load(source, frozen=True) if isinstance(source, str) else source
             reference = (copy.deepcopy(base) if taken is model else taken).requires_grad_(False).eval()
-        share_tower(language_model_of(trained), reference if ref_model in (None, model) else None)
+        is_copy = teacher is None and ref_model in (None, model)
+        share_tower(language_model_of(trained), reference if is_copy else None)
         if teacher is not None:
             given, trusted = teacher.arguments, trust_remote_code
             own = read_config(teacher.base, told="teacher", trust_remote_code=trusted, model_init_kwargs=given)
@@ -184,7 +186,7 @@ def load_model(
         put_on(language_model_of(trained), device, room_bytes, copied)
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise refusal("model/trainable", name=name_of(model))
-    return LoadedModel(trained.eval(), reference)
+    return LoadedModel(trained.eval(), reference, is_copy)
 
 
 def load_tokenizer(
@@ -239,7 +241,7 @@ def _refuse_contradictions(
     refusal.when(arguments.get("quantization_config") is not None and peft_config is None, "quantization_config/loaded")
     configs = [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
     for config in configs:
-        refuse_prompt_learning(config)
+        refuse_peft_method(config)
     if with_reference:
         refuse_trained_bias(configs)
         told = None if peft_config is None else rewrites_base(peft_config)

@@ -213,7 +213,7 @@ class DryRun:
         machine.holdings.optimizer_parts = parts.get(Component.OPTIMIZER, 1)
 
         def load(inputs: Inputs, machine: Machine) -> LoadedModel:  # noqa: ARG001
-            return LoadedModel(model, reference)
+            return LoadedModel(model, reference, copied=not config.teacher_model_name_or_path)
 
         def check(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
             self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))

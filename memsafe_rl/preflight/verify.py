@@ -431,8 +431,7 @@ class _Comparison:
 
     def _plain_plans(self) -> tuple[RolloutPlan, UpdatePlan]:
         rows, trajectory = self._rows, self._laid_down()
-        longest = max(trajectory.row_lengths(range(rows)))
-        every = rows * max(longest, max(len(ids) for ids in self._prompts.ids))
+        every = rows * max(max(trajectory.row_lengths(range(rows))), max(len(ids) for ids in self._prompts.ids))
         return (
             RolloutPlan(rows_in_flight=rows, prefill_tokens=every, score_tokens=every, reward_rows=rows),
             UpdatePlan(micro_batch_tokens=every, logprob_tile=len(trajectory.actions.flat), trajectory_device="device"),

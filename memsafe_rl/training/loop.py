@@ -436,8 +436,7 @@ class TrainingLoop:
             rows, exact = self.config.rollout_rows, setup.memory.meter.is_exact
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=rows, counts_tensors=exact)
             summary(figures, then=self.files.what_follows())
-        last = state.history[-1] if state.history else {}
-        return TrainResult(state.step, totals["train_loss"], {**last, **totals})
+        return TrainResult(state.step, totals["train_loss"], {**(state.history[-1] if state.history else {}), **totals})
 
     # ------------------------------------------------------------------ how far
 

@@ -249,8 +249,7 @@ class TrainingSetup:
             return config.max_steps
         if per_epoch is None:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
-        rollouts = per_epoch // config.prompts_per_rollout
-        return math.ceil(config.num_train_epochs * rollouts * config.steps_per_rollout)
+        return math.ceil(config.num_train_epochs * (per_epoch // config.prompts_per_rollout) * config.steps_per_rollout)
 
     def memory_state(self) -> MemoryState:
         """Returns what a policy may know of the device, on which no frozen weights are left that only passed by."""

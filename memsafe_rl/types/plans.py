@@ -120,8 +120,7 @@ class ModelGeometry:
 
     def kv_bytes(self, slots: int) -> int:
         """Counts the bytes of ``slots`` tokens of a row: ``2 · e · Σ_layers H_kv · d_head · min(slots, window)``."""
-        held = sum(slots if window is None else min(slots, window) for window in self.windows)
-        return 2 * self._slot_bytes * held
+        return 2 * self._slot_bytes * sum(slots if window is None else min(slots, window) for window in self.windows)
 
     def prompt_kv_bytes(self, tokens: int) -> int:
         """Counts a prompt's key/value bytes; where an encoder reads it, the cross-attention's and a start token's."""

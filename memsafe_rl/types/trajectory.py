@@ -133,8 +133,7 @@ class Ragged:
     def pad(self, rows: Sequence[int], fill: float | int, device: torch.device | str | None = None) -> Tensor:
         """Cuts rows out as one tensor (n, longest of these rows, ...), padded on the right."""
         views = self.rows()
-        width = max(self.lengths[row] for row in rows)
-        out = self.flat.new_full((len(rows), width, *self.flat.shape[1:]), fill)
+        out = self.flat.new_full((len(rows), max(self.lengths[row] for row in rows), *self.flat.shape[1:]), fill)
         for position, row in enumerate(rows):
             out[position, : self.lengths[row]] = views[row]
         # Only on its way to a device may a copy be under way still when it is read.

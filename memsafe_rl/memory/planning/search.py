@@ -131,8 +131,7 @@ def _fewer_prompts(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     prompts = -(-read_tokens(work, plan) // longest)
     if prompts > 1:
         return replace(plan, prefill_tokens=prompts // 2 * longest)
-    shares = work.geometry.shares_prompts
-    return _halved(plan, "prefill_tokens", min(plan.prefill_tokens, longest)) if shares else None
+    return _halved(plan, "prefill_tokens", min(plan.prefill_tokens, longest)) if work.geometry.shares_prompts else None
 
 
 def _fewer_scored(plan: RolloutPlan, work: Work) -> RolloutPlan | None:

@@ -291,8 +291,7 @@ class DiffusersScheduler(LinearScheduler):
 
 def as_scheduler(scheduler: Any) -> DenoisingScheduler:
     """Returns a scheduler that the library can use."""
-    readable = hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")
-    if isinstance(scheduler, type) or not readable:
+    if isinstance(scheduler, type) or not (hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")):
         shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
         raise refusal("scheduler/object", shown=shown)
     if hasattr(scheduler, "mean"):

@@ -343,8 +343,7 @@ class LanguageAdapter(ModelAdapter, ABC):
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:
         """Returns logits (B, V) of hidden states, as scoring does."""
-        nothing_B = torch.empty(0, dtype=torch.int64)
-        logits_BV = naive_logits(TokenDistribution(hidden_BD, nothing_B, (), self._head()))
+        logits_BV = naive_logits(TokenDistribution(hidden_BD, torch.empty(0, dtype=torch.int64), (), self._head()))
         claim(Component.LOGITS, [logits_BV])
         return logits_BV
 
@@ -353,7 +352,7 @@ def language_model_of(model: nn.Module) -> Any:
     """Returns the transformers model inside a model, LoRA layers in place."""
     if isinstance(model, PeftModel):
         for config in model.peft_config.values():
-            refuse_prompt_learning(config)
+            refuse_peft_method(config)
         model = model.get_base_model()
     return model
 
@@ -363,7 +362,7 @@ def is_encoder_decoder(model: Any) -> bool:
     return bool(getattr(getattr(model, "config", model), "is_encoder_decoder", False))
 
 
-def refuse_prompt_learning(config: Any) -> None:
+def refuse_peft_method(config: Any) -> None:
     """Refuses PEFT methods that add to the sequence, or whose layers need to be told of it by the wrapper's forward."""
     kind = getattr(config.peft_type, "value", config.peft_type)
     refusal.when(config.is_prompt_learning or config.is_adaption_prompt, "peft_config/prompt", kind=kind)

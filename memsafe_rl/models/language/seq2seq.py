@@ -98,9 +98,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         lengths = [int(prompt.shape[0]) for prompt in prompts]
         hidden_PLD, mask_PL = self._encoded(prompts)
         own, cross = (SharedPrefixCache(reads_prompts=True, in_8_bits=self.in_8_bits) for _ in range(2))
-        start_P1 = torch.full((len(prompts), 1), self.start_token_id, device=self.device)
         last_P1D = self.lm.get_decoder()(
-            input_ids=start_P1,
+            input_ids=torch.full((len(prompts), 1), self.start_token_id, device=self.device),
             encoder_hidden_states=hidden_PLD,
             encoder_attention_mask=mask_PL,
             use_cache=True,
@@ -206,9 +205,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
         if order != list(range(len(read.prompts))):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
-        ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id)
         output = self.lm.get_decoder()(
-            input_ids=ids_BN.to(self.device),
+            input_ids=pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device),
             encoder_hidden_states=hidden_BLD,
             encoder_attention_mask=self._mask(lengths),
             use_cache=False,

@@ -182,8 +182,7 @@ class _RunningBatch:
         shared = self._widest(alike) if self._adapter.geometry.shares_prompts else 0
         candidates = [Candidate(one.prompt, len(one.prompt_ids), len(one.ids), max(one.limit, shared)) for one in alike]
         held = sum(block.nbytes() for block in self._blocks())
-        count = admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)
-        return alike[:count]
+        return alike[: admit(candidates, plan, self._adapter.geometry, rows=len(self._rows), prompt_bytes=held)]
 
     def _next_kept(self, waiting: Sequence[LiveSequence], kept: KeptRows, plan: RolloutPlan) -> list[LiveSequence]:
         """Chooses what joins the batch from what was kept; what does not fit an empty batch is read anew."""

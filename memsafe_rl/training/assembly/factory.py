@@ -210,8 +210,7 @@ def build_setup(
     plays = inputs.environments is not None
     refusal.when(plays and not is_causal_lm, "environment_factory", model=type(adapter.model).__name__)
     engine.check(sampling)
-    copied = config.teacher_model_name_or_path is None and inputs.request.ref_model in (None, inputs.request.model)
-    adapter.take_sources(for_copy=copied)
+    adapter.take_sources(for_copy=loaded.copied)
     setup = TrainingSetup(
         config=config,
         adapter=adapter,
