@@ -185,8 +185,7 @@ def _first_fit(pieces: Sequence[Piece], room: int) -> list[Piece]:
     place, before = 0, None
     for tokens, rows in sorted(pieces, key=lambda piece: -piece.tokens):
         first = place if tokens == before else 0  # what had no room for a piece has none for another of its size
-        fits = (place for place in range(first, len(bins)) if bins[place].tokens + tokens <= room)
-        place = next(fits, len(bins))
+        place = next((place for place in range(first, len(bins)) if bins[place].tokens + tokens <= room), len(bins))
         if place == len(bins):
             bins.append(Piece(0, []))
         bins[place] = Piece(bins[place].tokens + tokens, bins[place].rows + rows)

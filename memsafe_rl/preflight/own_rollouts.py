@@ -110,7 +110,6 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
     owners = {id(owner) for owner, _ in chosen}
     # What is only scored in larger tiles comes after all others: it finds what they left cached too small.
     among = {id(one): one for one in (*drawn, *learnt)}.values()
-    order = sorted(among, key=lambda one: (one in later and id(one) not in owners, one is chosen[0][0]))
     return [
         Trial(
             one.longest,
@@ -119,7 +118,7 @@ def _worst_of(drawn: Sequence[_Planned], learnt: Sequence[_Planned]) -> list[Tri
             steps=tuple({id(step): step.step for owner, step in chosen if owner is one}.values()),
             plans=(one.plan, one.largest.plan),
         )
-        for one in order
+        for one in sorted(among, key=lambda one: (one in later and id(one) not in owners, one is chosen[0][0]))
         if one in scored or id(one) in owners
     ]
 

@@ -132,8 +132,7 @@ def value_all(
         distribution = network.distribution(trajectory, chosen, micro.columns, packed=micro.packed)
         return {"values": _values(distribution, value_head)}, distribution.lengths
 
-    found = _in_slices(network, trajectory, rows, columns, attempt, value, ["values"], packed)
-    return [one["values"] for one in found]
+    return [one["values"] for one in _in_slices(network, trajectory, rows, columns, attempt, value, ["values"], packed)]
 
 
 def read_sources(adapter: ModelAdapter, trajectory: Trajectory, attempt: Attempt[RolloutPlan]) -> Ragged:

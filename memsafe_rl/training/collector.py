@@ -250,7 +250,9 @@ class Collector:
     ) -> tuple[Samples, PendingRewards]:
         """Begins the rewards of this rank's rows, and joins all ranks' rows."""
         setup, gather = self._setup, self._setup.parallel.gather
-        texts = setup.models.decoded(groups.prompts, given.completions) if given.texts is None else given.texts
+        texts = given.texts
+        if texts is None:
+            texts = setup.models.decoded(groups.prompts, given.conditions, given.completions)
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
             pending = self._begin_rewards(groups, mine, given, texts, state)

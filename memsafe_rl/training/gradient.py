@@ -349,8 +349,7 @@ def loss_of_scores(trajectory: Trajectory, rows: Sequence[int], terms: StepTerms
         logprobs, entropies = zip(*((one.logprobs, one.entropies) for one in scored), strict=True)
         places = range(len(rows))
         scores = TokenScores(*(Ragged.from_rows(values).pad(places, 0) for values in (logprobs, entropies)))
-        inputs = loss_inputs(trajectory, rows, terms, scores)
-        return float(policy_loss(inputs, terms.settings, terms.denominators).loss)
+        return float(policy_loss(loss_inputs(trajectory, rows, terms, scores), terms.settings, terms.denominators).loss)
 
 
 def loss_inputs(

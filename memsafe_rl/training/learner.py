@@ -181,12 +181,10 @@ class Learner:
         rows = self._useful(trajectory, rows)
         found: list[Tensor] = []
         with setup.memory.phase(Phase.SCORE):
-            counted = partial(counting_experts, setup, found)
-            Scorer(setup).passed(setup.adapter, trajectory, rows, context=counted)
+            Scorer(setup).passed(setup.adapter, trajectory, rows, context=partial(counting_experts, setup, found))
             added = partial(_added, size=routers.experts + 1, device=setup.adapter.device)
             mine = self._repeat(Stage.STORE, added, found)
-            counts_E1 = self._repeat(Stage.STORE, added, setup.parallel.gather([mine]))
-            return BalanceTerms(routers.losses, counts_E1)
+            return BalanceTerms(routers.losses, self._repeat(Stage.STORE, added, setup.parallel.gather([mine])))
 
     def _marks(self, trajectory: Trajectory, rows: Sequence[int], step: int) -> tuple[Marks | None, Marks | None]:
         """Returns the top-entropy mask and the loss's own, scored row by row: rounding may not move what is masked."""

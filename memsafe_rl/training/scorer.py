@@ -186,8 +186,7 @@ class Scorer:
 
         def weighed() -> Ragged:
             found = {row: self._correction(trajectory, row, samples.completions[row].model_logprobs) for row in rows}
-            ones = Ragged(torch.ones_like(old.flat), trajectory.actions.lengths)
-            return trajectory.actions.beside(found, ones)
+            return trajectory.actions.beside(found, Ragged(torch.ones_like(old.flat), trajectory.actions.lengths))
 
         with self._setup.memory.phase(Phase.SCORE):
             old = self.scored(self.adapter, trajectory, rows, known=trajectory.old_logprobs)

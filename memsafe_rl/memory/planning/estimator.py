@@ -310,10 +310,9 @@ def _sourced_score_parts(work: UpdateWork, plan: RolloutPlan, tile: int) -> Part
     over_prompts, _, bias = _scores(work, slices)
     read = width * (slices.read + slices.attended) + bias
     keys = 2 * geometry.heads * geometry.head_dim * geometry.compute_bytes * slices.attended
-    decoding = read + keys + _forward_bytes(geometry) * slices.tokens
     moments = (
         (_forward_bytes(geometry) * slices.read + over_prompts + bias, 0),
-        (decoding, 0),
+        (read + keys + _forward_bytes(geometry) * slices.tokens, 0),
         (width * (slices.tokens + slices.actions), logits),
     )
     activations, kept = max(moments, key=sum)

@@ -172,11 +172,10 @@ class AdaptivePolicy(MemoryPolicy):
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
         """Takes the largest micro-batch worth its memory, and the fastest plan that fits, else the smallest."""
         packs = _packs(self.pack_prompts, work)
-        tokens = min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))
         fast = UpdatePlan(
             micro_batch_tokens=full_speed_packed_tokens(memory.device, work)
             if packs
-            else max(work.least_tokens, tokens),
+            else max(work.least_tokens, min(full_speed_tokens(memory.device, work.geometry), sum(work.row_tokens))),
             logprob_tile=full_speed_tile(memory.device, work),
             checkpointing=bool(self.checkpointing),
             offload_activations=self.offload_activations,

@@ -298,8 +298,7 @@ class MemoryTracker:
         """Restores what `state_dict` gave; the budget is the caller's to set."""
         self._corrections = dict(state["corrections"])
         self._stranded = dict(state.get("stranded_bytes", {}))
-        plans = [_plan_from(plain) for plain in state["plans"]]
-        self._plans = {type(plan): plan for plan in plans if plan is not None}
+        self._plans = {type(plan): plan for plan in [_plan_from(plain) for plain in state["plans"]] if plan is not None}
         self._failures = tuple(
             MemoryFailure(**{**plain, "phase": Phase(plain["phase"]), "plan": _plan_from(plain["plan"])})
             for plain in state["failures"]

@@ -168,11 +168,10 @@ def about_cuda(card: Any) -> tuple[str, ...]:
     """Says what a forecast for a card takes for granted, of its properties."""
     capability = None if card is None else f"{card.major}.{card.minor}"
     cublas, left_out = cublas_bytes(os.environ, capability), AllocatorSettings.read(os.environ).left_out
-    unknown = f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ"
     return (
         f"CPU kernels stand for CUDA's but in attention{', sorts and sums' if capability else ' and sorts'}; what "
         "others of CUDA's hold inside for a moment is left out",
         f"cuBLAS takes {format_bytes(cublas)} for its workspaces besides, through PyTorch's allocator",
         f"the CUDA context takes {_CONTEXT} outside of PyTorch, by what is reported of many cards",
-        *((unknown,) if left_out else ()),
+        *((f"the allocator's {', '.join(left_out)} left out: reserved bytes will differ",) if left_out else ()),
     )

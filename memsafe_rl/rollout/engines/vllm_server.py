@@ -198,8 +198,7 @@ class Servers:
     def _own_logprobs(self) -> list[float]:
         ids_L = torch.tensor(self._probed_ids(), device=self._adapter.device)
         logits_LV = causal_lm_of(self._adapter.model)(input_ids=ids_L[None], use_cache=False).logits[0]
-        logprobs_L = logits_LV[:-1].float().log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]
-        return list(map(float, logprobs_L))
+        return list(map(float, logits_LV[:-1].float().log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]))
 
     def _draw_here(
         self, rows: Sequence[Row], request: EngineRequest, plan: RolloutPlan, reasons: dict[str, str]

@@ -64,11 +64,9 @@ def request_of(
     for index, tokens in enumerate(ids):
         whole = len(tokens) + settings.max_new_tokens
         unusable.when(not tokens, "prompts/nothing", index=index)
-        passes = limit is not None and whole > limit
-        unusable.when(passes, "prompts/engine", index=index, whole=whole, limit=limit)
+        unusable.when(limit is not None and whole > limit, "prompts/engine", index=index, whole=whole, limit=limit)
     rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
-    row_tokens = max(map(len, ids), default=0) + settings.max_new_tokens
-    return EngineRequest(ids, rows, keys, settings, row_tokens, progress)
+    return EngineRequest(ids, rows, keys, settings, max(map(len, ids), default=0) + settings.max_new_tokens, progress)
 
 
 def seed_of(key: SequenceKey) -> int:
@@ -252,8 +250,7 @@ def pool_for(
 ) -> Pool:
     """Sizes a pool: as many rows as may be in flight, within the plan's bytes, and one row in any case."""
     # A window of attention is not counted on: engines differ in what they free behind it.
-    token_bytes = 2 * element_bytes * geometry.kv_heads * geometry.head_dim * geometry.layers
-    block_bytes = token_bytes * block_tokens
+    block_bytes = 2 * element_bytes * geometry.kv_heads * geometry.head_dim * geometry.layers * block_tokens
     row_blocks = math.ceil(row_tokens / block_tokens)
     wanted = spare + rows * row_blocks
     allowed = wanted if kv_bytes is None else min(wanted, kv_bytes // block_bytes)

@@ -24,6 +24,10 @@ _DEEPEST_TURN = 64
 """Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
 
 
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading a malformed turn may raise."""
+
+
 class UnrenderableError(DataError):
     """A chat template refuses messages."""
 
@@ -139,14 +143,10 @@ class Chat:
             return Action(text, message={"role": "assistant", "content": text})
         try:
             if getattr(self._tokenizer, "response_template", None) is not None:
-                message = self._tokenizer.parse_response(
-                    list(ids), prefix=list(self.plain(context)), tools=list(schemas)
-                )
-            else:
-                ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
-                message = _read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends)
-            return _action(message)
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+                return _parsed(self._tokenizer, list(ids), prefix=list(self.plain(context)), tools=list(schemas))
+            ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
+            return _action(_read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends))
+        except _UNREADABLE:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             return Action(text, message={"role": "assistant", "content": text}, malformed=True)
 
@@ -253,6 +253,22 @@ def _read_calls(text: str, ends: Sequence[str]) -> Message:
     if calls:
         message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return message
+
+
+def message_of(tokenizer: Any, context: Sequence[int] | None, ids: Sequence[int]) -> Message:
+    """Reads a turn as the tokenizer's `response_template` has it; a malformed one is its text."""
+    try:
+        return _parsed(tokenizer, list(ids), prefix=context).message
+    except _UNREADABLE:
+        return {"role": "assistant", "content": tokenizer.decode(list(ids), skip_special_tokens=True)}
+
+
+def _parsed(tokenizer: Any, ids: list[int], **how: Any) -> Action:
+    """Has a tokenizer read a turn; an end of its own that its `response_template` does not name is no content."""
+    message = tokenizer.parse_response(ids, **how)
+    if isinstance(message, Mapping) and isinstance(message.get("content"), str):
+        message = {**message, "content": message["content"].removesuffix(tokenizer.eos_token)}
+    return _action(message)
 
 
 def _action(message: Any) -> Action:

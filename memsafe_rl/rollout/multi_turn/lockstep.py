@@ -203,8 +203,7 @@ class EpisodeBatch:
         rounds = self._table.limits.tool_rounds
         keys = [turn_key(one.key, one.turns) for one in speaking]
         contexts, limits = [one.context for one in speaking], [self._room(one) for one in speaking]
-        drawn = _drawn(self._table.agent, contexts, limits, keys)
-        for one, completion in zip(speaking, drawn, strict=True):
+        for one, completion in zip(speaking, _drawn(self._table.agent, contexts, limits, keys), strict=True):
             one.take(completion)
             action = self._dialect.read(one.context, one.drawn, one.schemas)
             read = self._dialect.plain(one.context)

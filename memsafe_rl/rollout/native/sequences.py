@@ -240,8 +240,7 @@ def admit(
     chosen = [one for one in waiting[:most] if one.prompt in prompts]
     if geometry.shares_prompts and len(prompts) > 1 and len(chosen) < len(waiting):
         following = waiting[len(chosen)].prompt
-        whole = [one for one in chosen if one.prompt != following]
-        return len(whole) or len(chosen)
+        return len([one for one in chosen if one.prompt != following]) or len(chosen)
     return len(chosen)
 
 

@@ -410,8 +410,7 @@ def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: 
 
 def token_baseline_advantages() -> GroupAdvantages:
     """Compares each token of a completion with those at its place in the others, by the optimal token baseline."""
-    needs = ScoringNeeds(logprobs=True, sharper=True)
-    return GroupAdvantages(_by_place, needs, joins_sequences=False, by_token=True)
+    return GroupAdvantages(_by_place, ScoringNeeds(logprobs=True, sharper=True), joins_sequences=False, by_token=True)
 
 
 def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:

@@ -42,8 +42,7 @@ def scored_rows(trajectory: Trajectory, index: int, rows: Sequence[int]) -> list
 def learning_rows(trajectory: Trajectory, index: int, rows: Sequence[int], *, every_row: bool) -> list[int]:
     """Returns the rows from which an objective can learn something."""
     values, counted = trajectory.objective_values[index], trajectory.counted_actions
-    scored = scored_rows(trajectory, index, rows)
-    return [row for row in scored if counted[row] > 0 and (every_row or values[row] != 0)]
+    return [row for row in scored_rows(trajectory, index, rows) if counted[row] > 0 and (every_row or values[row] != 0)]
 
 
 def as_seen_by(trajectory: Trajectory, index: int) -> Trajectory:
@@ -176,8 +175,7 @@ class Combiner:
     ) -> dict[str, float]:
         """Adds each objective's loss, KL and beta to a step's metrics."""
         for objective, part, own in zip(self._objectives, gradient.objectives, terms.objectives, strict=True):
-            numbers = setup.recovery.repeat(Stage.MEASURE, read_step, part, norm)
-            found = step_metrics(numbers, own, setup.parallel)
+            found = step_metrics(setup.recovery.repeat(Stage.MEASURE, read_step, part, norm), own, setup.parallel)
             known = {"loss": found["loss"], "beta": own.settings.beta, "kl": found.get("kl")}
             metrics |= {f"objectives/{objective.name}/{key}": one for key, one in known.items() if one is not None}
         if any(own.settings.beta == 0 for own in terms.objectives):

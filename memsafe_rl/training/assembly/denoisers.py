@@ -92,7 +92,7 @@ class Denoisers(ModelFactory):
         check(critic.network)
         return critic
 
-    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
+    def decoded(self, prompts: Prompts, conditions: Sequence[Tensor], completions: Sequence[Completion]) -> list[Any]:  # noqa: ARG002
         """Returns what the policy's ``decode`` makes of the last states."""
         return [self._policy.decode(completion.ids[-1]) for completion in completions]
 

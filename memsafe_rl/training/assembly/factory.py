@@ -249,8 +249,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     adapters = [setup.adapter, *(one for one in others if one is not None)]
     for one in adapters:
         check_dividable(one)
-    networks = {id(one.lm): one.lm for one in adapters}
-    shards = ShardedWeights(list(networks.values()), ranks, device)
+    shards = ShardedWeights(list({id(one.lm): one.lm for one in adapters}.values()), ranks, device)
     # An encoder whose output is kept is not run in updates, and has no part in their collectives.
     critics, lay = setup.advantages.critics, Scorer(setup).with_room_for_sources
     shards.learn_order(partial(pass_once, setup.adapter, critics, autocast=setup.autocast, shards=shards, lay=lay))

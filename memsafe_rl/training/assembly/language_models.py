@@ -33,6 +33,7 @@ from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.models.vision.families import FAMILIES
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
+from memsafe_rl.rollout.multi_turn.chat import message_of
 from memsafe_rl.rollout.native.sequences import check_settings
 from memsafe_rl.training import refusal
 from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, prompt_room, router_losses
@@ -70,8 +71,7 @@ class LanguageModels(ModelFactory):
         where: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
         where |= {"revision": revision} if revision else {}
         processor = processor_for(name_of(model), processing_class, facts.config, **where)
-        given = processing_class if processor is None else processor.tokenizer
-        self.tokenizer = load_tokenizer(model, given, **where)
+        self.tokenizer = load_tokenizer(model, processing_class if processor is None else processor.tokenizer, **where)
         self.processing_class = self.tokenizer if processor is None else processor
         text = prompt_reader(config, self.tokenizer, facts)
         self._image_reader = None if processor is None else _image_reader(processor, text, facts)
@@ -151,13 +151,15 @@ class LanguageModels(ModelFactory):
         check_settings(settings, adapter.geometry.vocab_size)
         return settings
 
-    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
-        """Returns texts, or one message each where prompts are conversations."""
-        ids: list[Tensor] = [completion.ids for completion in completions]
-        texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
-        if isinstance(prompts.prompts[0], str):
-            return list(texts)
-        return [[{"role": "assistant", "content": text}] for text in texts]
+    def decoded(self, prompts: Prompts, conditions: Sequence[Tensor], completions: Sequence[Completion]) -> list[Any]:
+        """Returns texts, or one message each where prompts are conversations, as the tokenizer reads its turns."""
+        ids: list[list[int]] = [completion.ids.tolist() for completion in completions]
+        is_chat = not isinstance(prompts.prompts[0], str)
+        if is_chat and getattr(self.tokenizer, "response_template", None) is not None:
+            before = [context.tolist() if self._image_reader is None else None for context in conditions]
+            return [[message_of(self.tokenizer, *turn)] for turn in zip(before, ids, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
 
     def completion_ids(self, completions: Sequence[Completion]) -> list[Any]:
         """Returns token ids."""

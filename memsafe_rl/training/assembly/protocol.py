@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from memsafe_rl.checkpoint.weights import Weights, read_weights, write_weights
 from memsafe_rl.config.base import TrainerConfig
@@ -116,11 +117,12 @@ class ModelFactory(ABC):
         """
 
     @abstractmethod
-    def decoded(self, prompts: Prompts, completions: Sequence[Completion]) -> list[Any]:
+    def decoded(self, prompts: Prompts, conditions: Sequence[Tensor], completions: Sequence[Completion]) -> list[Any]:
         """Returns samples as reward functions and people see them.
 
         Args:
             prompts: the rollout's prompts.
+            conditions: what each sample was drawn from, its context's token ids say.
             completions: the samples.
 
         Returns:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from trl.chat_template_utils import add_response_schema, parse_response, qwen3_chat_template
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, check_tools, encodable
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, check_tools, encodable, message_of
 from memsafe_rl.rollout.multi_turn.protocol import Message
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 from tests.rollout.multi_turn.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.trainers.helpers import make_trainer
 
 QUESTION: Message = {"role": "user", "content": "how?"}
 CHATML = (
@@ -153,6 +156,27 @@ def test_a_tokenizer_that_knows_how_to_read_its_turns_is_asked() -> None:
     assert (action.text, action.message["thinking"]) == ("", "hm")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>\nhm\n</think>\n\n2",
+        "2<|im_end|>",
+        "<think>\nhm",
+        'so<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>{"name": </tool_call>',
+        "",
+    ],
+)
+def test_a_completion_is_read_as_trl_reads_it(text: str) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = qwen3_chat_template
+    add_response_schema(tokenizer)
+    asked = [{"role": "user", "content": "1+1"}]
+    context = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = [*tokenizer(text)["input_ids"], EOS_ID]
+    assert message_of(tokenizer, context, ids) == parse_response(tokenizer, ids, prefix=context)
+
+
 def test_a_template_without_tools_is_refused() -> None:
     check_tools(Chat(chat_tokenizer()), SCHEMAS)
     with pytest.raises(ConfigError, match=r"leaves out the tools, so the model could not use 'look_up'"):
@@ -225,3 +249,21 @@ def test_a_tool_without_type_hints_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"tool 'bare' cannot be described.*type hint"):
         tool_schemas([bare])
+
+
+def test_rewards_of_a_plain_run_see_turns_as_the_tokenizer_reads_them(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    tokenizer.response_template = {"anything": 1}
+    tokenizer.parse_response = lambda ids, prefix: {"content": f"{len(ids)} after {len(prefix)}", "thinking": "hm"}
+    seen: list[Any] = []
+
+    def paid(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.extend(zip(completions, map(len, completion_ids), strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    prompts = [{"prompt": [QUESTION]}] * 2
+    make_trainer(tmp_path, reward_funcs=paid, train_dataset=prompts, processing_class=tokenizer, max_steps=1).train()
+    context = len(Chat(tokenizer).first([QUESTION], ()))
+    assert len(seen) == 8
+    for turns, length in seen:
+        assert turns == [{"role": "assistant", "thinking": "hm", "content": f"{length} after {context}"}]
