@@ -186,8 +186,7 @@ def _with_equal_heads(part: Part) -> Part:
         key, value = part.key.repeat_interleave(repeats, 1), part.value.repeat_interleave(repeats, 1)
         return part._replace(key=key, value=value)
     key, value = part.key[0][:, None].expand(-1, repeats, -1, -1), part.value[0][:, None].expand(-1, repeats, -1, -1)
-    query = part.query.reshape(kv_heads, repeats, *part.query.shape[2:])
-    return part._replace(query=query, key=key, value=value)
+    return part._replace(query=part.query.reshape(kv_heads, repeats, *part.query.shape[2:]), key=key, value=value)
 
 
 def _blocks(part: Part, kernel: Kernel) -> Iterator[tuple[slice, slice]]:

@@ -127,15 +127,13 @@ class _FourBitProduct(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         ctx.shape, ctx.dtype, ctx.given = shape, dtype, inputs.dtype
         ctx.save_for_backward(packed)
-        weight = packed.new_empty(shape, dtype=dtype)
-        return (inputs.to(dtype) @ weight.t()).to(inputs.dtype)
+        return (inputs.to(dtype) @ packed.new_empty(shape, dtype=dtype).t()).to(inputs.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
-        weight = packed.new_empty(ctx.shape, dtype=ctx.dtype)
-        return (grad.to(ctx.dtype) @ weight).to(ctx.given), None, None, None
+        return (grad.to(ctx.dtype) @ packed.new_empty(ctx.shape, dtype=ctx.dtype)).to(ctx.given), None, None, None
 
 
 def _quantise(layer: nn.Linear, settings: Any) -> None:

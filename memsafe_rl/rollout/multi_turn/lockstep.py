@@ -23,7 +23,7 @@ from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable, shared_messages, shows_image
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
 from memsafe_rl.rollout.multi_turn.protocol import Environment, ImageContexts, Message, Observation, Rewritten, Step
-from memsafe_rl.rollout.multi_turn.tools import tool_schemas
+from memsafe_rl.rollout.multi_turn.tools import are_parts, tool_schemas
 from memsafe_rl.rollout.multi_turn.users import NO_ANSWER, CallableUser, ModelUser, as_seen_by_user
 from memsafe_rl.types import Completion, SequenceKey
 
@@ -324,17 +324,17 @@ class EpisodeBatch:
 
 
 def opened(prompt: Any, seen: Observation) -> list[Message]:
-    """Puts the first observation behind a prompt, as TRL does: a text behind its last message's own."""
+    """Puts the first observation behind a prompt, as TRL does: a text, or parts, behind its last message's own."""
     if isinstance(seen, Rewritten):
         return observed(seen)
     messages: list[Message] = (
         [{"role": "user", "content": encodable(prompt)}] if isinstance(prompt, str) else _copied(prompt)
     )
-    seen = encodable(seen) if isinstance(seen, str) else seen
-    if isinstance(seen, str) and messages and messages[-1]["role"] == "user":
-        content = messages[-1]["content"]
-        part = [{"type": "text", "text": seen}] if isinstance(content, list) else seen
-        return [*messages[:-1], {**messages[-1], "content": content + part}]
+    if messages and messages[-1]["role"] == "user" and (isinstance(seen, str) or are_parts(seen)):
+        both = [messages[-1]["content"], encodable(seen)]
+        if not all(isinstance(one, str) for one in both):
+            both = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in both]
+        return [*messages[:-1], {**messages[-1], "content": both[0] + both[1]}]
     return [*messages, *observed(seen)]
 
 
@@ -345,7 +345,7 @@ def observed(seen: Observation) -> list[Message]:
         unusable.when(any(map(shows_image, seen or ())), "episodes/rewritten_images")
     if seen is None:
         return []
-    if isinstance(seen, str):
+    if isinstance(seen, str) or are_parts(seen):
         return [{"role": "user", "content": encodable(seen)}]
     if not isinstance(seen, Sequence) or not all(
         isinstance(message, Mapping) and "role" in message for message in seen

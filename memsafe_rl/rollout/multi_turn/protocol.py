@@ -93,7 +93,7 @@ class ImageContexts(Protocol):
 
 
 Observation = str | Sequence[Mapping[str, Any]] | Rewritten | None
-"""What is seen: a text, chat messages, nothing, or a whole conversation in place of the one before."""
+"""What is seen: a text, parts of a message, chat messages, nothing, or a conversation in place of the one before."""
 
 Tool = Callable[..., Any]
 """A typed function with a Google docstring, sync or async, which the model may call."""

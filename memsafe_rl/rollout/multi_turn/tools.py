@@ -167,11 +167,15 @@ def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
     return Step(messages, failures=sum(isinstance(result, _Failed) for result in shown))
 
 
+def are_parts(value: Any) -> bool:
+    """Whether a value is the parts of one message's content, texts and images."""
+    listed = value if isinstance(value, list) else []
+    return bool(listed) and all(isinstance(one, Mapping) and "type" in one and "role" not in one for one in listed)
+
+
 def _shown(result: Any) -> Any:
     """A result as the content of a message; one that cannot be shown as text is a failure."""
-    # the parts of a message already
-    parts = isinstance(result, list) and result and all(isinstance(one, dict) and "type" in one for one in result)
-    if isinstance(result, _Failed) or parts:
+    if isinstance(result, _Failed) or are_parts(result):
         return result
     try:
         return str(result)

@@ -12,7 +12,7 @@ from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, turn_key
-from memsafe_rl.rollout.multi_turn.lockstep import begin, play
+from memsafe_rl.rollout.multi_turn.lockstep import begin, opened, play
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.rollout.multi_turn.tools import MethodEnvironment, ToolEnvironment, methods_of
 from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser, UserTimeoutError
@@ -539,3 +539,25 @@ def test_log_probs_stored_are_those_of_the_stored_ids() -> None:
             wanted = logits.log_softmax(-1).gather(-1, segment.completion.ids[:, None])[:, 0]
             own = segment.mask.bool()
             torch.testing.assert_close(segment.completion.logprobs[own], wanted[own], rtol=1e-4, atol=1e-4)
+
+
+TEXT, PARTS = "seen", [{"type": "text", "text": "seen"}, {"type": "image"}]
+SAID = [{"type": "text", "text": "asked"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "seen", "wanted"),
+    [
+        ("asked", TEXT, "askedseen"),
+        ("asked", PARTS, [*SAID, *PARTS]),
+        (SAID, TEXT, [*SAID, {"type": "text", "text": "seen"}]),
+        (SAID, PARTS, [*SAID, *PARTS]),
+    ],
+)
+def test_a_first_observation_continues_the_prompts_last_message_as_in_trl(content: Any, seen: Any, wanted: Any) -> None:
+    before = [{"role": "system", "content": "be brief"}]
+    assert opened([*before, {"role": "user", "content": content}], seen) == [
+        *before,
+        {"role": "user", "content": wanted},
+    ]
+    assert opened(before, seen) == [*before, {"role": "user", "content": seen}]
