@@ -150,6 +150,8 @@ class OwnModel(Critic):
         score = getattr(lm, SCORE, None)
         if isinstance(score, nn.Linear):  # from `critic_of`
             self.load_weights({**self.weights(), "head.weight": score.weight.detach()[0]})
+            if (own := self.weights()["head.weight"]).dtype is score.weight.dtype:
+                score.weight.data = own.data[None]  # trained in place, as the trunk is
             delattr(lm, SCORE)
         if getattr(lm.get_output_embeddings(), "weight", None) is not lm.get_input_embeddings().weight:
             lm.set_output_embeddings(nn.Identity())  # nothing reads its logits, and it is as large as the embedding

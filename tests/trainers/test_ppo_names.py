@@ -75,6 +75,8 @@ def test_trls_last_example_runs_with_its_own_arguments(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.history[0]["objective/kl"] != 0.0  # the reference is another network
     assert relative(value_model.model.embed_tokens.weight.detach(), before) > 1e-4
+    assert torch.equal(value_model.score.weight[0], trainer.critic.head.weight)  # the user's object is what was trained
+    assert not torch.equal(value_model.score.weight, first)
     assert set(seen) <= set(PROMPTS)
 
 

@@ -58,8 +58,7 @@ class HeadroomWatch:
             )
             known = {"band": str(band), "peak_bytes": peak_bytes, "budget_bytes": budget_bytes, "share": share}
             events.append({"event": "band", "step": step, **known, "sentence": sentence})
-        before = allocator_retries if self._retries is None else self._retries
-        if retries := max(0, allocator_retries - before):
+        if retries := max(0, allocator_retries - (allocator_retries if self._retries is None else self._retries)):
             times = "once" if retries == 1 else f"{retries} times"
             sentence = (
                 f"The allocator found no block large enough {times} and gave all cached memory back before going on: "
