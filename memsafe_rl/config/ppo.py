@@ -38,4 +38,6 @@ class PPOConfig(PPOSettings, TrainerConfig):
         if self.critic_warmup_rollouts and moving:
             raise refusal("critic_warmup_rollouts", config=self, name=moving[0], value=getattr(self, moving[0]))
         refusal.when(self.kl_target is not None and not self.has_reference, "kl_target", target=self.kl_target)
+        least = 0.2 * self.rollout_rows  # below which the coefficient would change its sign
+        refusal.when(self.kl_target is not None and self.kl_horizon <= least, "kl_horizon", config=self, least=least)
         refusal.when(self.dynamic_sampling and self.num_generations < 2, "dynamic_sampling", group=self.num_generations)

@@ -149,7 +149,8 @@ class OwnModel(Critic):
         lm: Any = adapter.model
         score = getattr(lm, SCORE, None)
         if isinstance(score, nn.Linear):  # from `critic_of`
-            self.load_weights({**self.weights(), "head.weight": score.weight.detach()[0]})
+            bias = {} if score.bias is None else {"head.bias": score.bias.detach()[0]}
+            self.load_weights({**self.weights(), "head.weight": score.weight.detach()[0], **bias})
             if (own := self.weights()["head.weight"]).dtype is score.weight.dtype:
                 score.weight.data = own.data[None]  # trained in place, as the trunk is
             delattr(lm, SCORE)

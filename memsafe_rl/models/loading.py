@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,6 +28,7 @@ from memsafe_rl.accounting import charge
 from memsafe_rl.errors import first_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models import refusal
+from memsafe_rl.models.critic import critic_of
 from memsafe_rl.models.geometry import max_positions
 from memsafe_rl.models.host_weights import put_on
 from memsafe_rl.models.language.base import is_encoder_decoder, language_model_of, refuse_peft_method
@@ -187,6 +189,16 @@ def load_model(
     if not any(weight.requires_grad for weight in trained.parameters()):
         raise refusal("model/trainable", name=name_of(model))
     return LoadedModel(trained.eval(), reference, is_copy)
+
+
+def critic_named(name: str, *, trust_remote_code: bool) -> Any:
+    """Loads a critic that was saved as a classifier of sequences, with its last layer; returns other names as given."""
+    config = read_config(name, trust_remote_code=trust_remote_code, told="critic").config
+    if not any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ()):
+        return name
+    places = loading_places_for(name, trust_remote_code=trust_remote_code)
+    with charge(Component.WEIGHTS):
+        return critic_of(AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float32, **places))
 
 
 def load_tokenizer(

@@ -321,6 +321,18 @@ def test_settings_of_tokens_are_refused(name: str, value: Any, tmp_path: Path) -
         make_trainer(tmp_path, **{name: value})
 
 
+def test_large_states_without_places_are_read_number_by_number() -> None:
+    torch.manual_seed(0)
+    encoder = StateEncoder((2048,), 2, 1000.0).requires_grad_(False)
+    condition = Condition(torch.zeros(2, 1, 2), torch.ones(2, 1, dtype=torch.bool), None)
+    states, times = torch.randn(2, 2048), torch.tensor([5, 9])
+    first = encoder(states, times, condition)
+    states[1] += torch.randn(2048)
+    again = encoder(states, times, condition)
+    assert torch.equal(again[0], first[0])
+    assert relative(again[1], first[1]) > 1e-2
+
+
 def test_large_states_are_pooled_over_what_counts() -> None:
     torch.manual_seed(0)
     encoder = StateEncoder((3, 500), 2, 1000.0).requires_grad_(False)

@@ -434,6 +434,7 @@ def test_rollouts_of_a_user_are_kept_to_the_contexts_of_model_and_critic(tmp_pat
         ({"critic": tiny_model("gpt2").transformer}, "critic is a GPT2Model, which has no head"),
         ({"critic": tiny_model("llama", vocab_size=20)}, "20 tokens and the model's 258"),
         ({"kl_coef": 0.0, "kl_target": 1.0}, "nothing to steer"),
+        ({"kl_target": 1.0, "kl_horizon": 3.0}, "kl_horizon is 3.0 and a rollout has 16.*Set kl_horizon above 3.2"),
         ({"dynamic_sampling": True}, "equals itself"),
         ({"gamma": 1.5}, "gamma is 1.5"),
         ({"scale_rewards": "group"}, "scale_rewards is 'group', but it is a setting of GRPO alone"),

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback
 
 from memsafe_rl import ConfigError, GRPOConfig, PPOConfig, PPOTrainer
 from memsafe_rl.models.critic import OwnModel, SharedTrunk
+from tests.models.test_routing import mixture
 from tests.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, relative, weights
 from tests.trainers.test_ppo import make_ppo
@@ -141,6 +143,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
 def test_the_critic_learns_alone_while_it_warms_up(tmp_path: Path) -> None:
     """Two rollouts of four steps each; the policy moves in the third, after a resume too."""
     settings = {"critic_warmup_rollouts": 2, "max_steps": 9, "save_strategy": "steps", "save_steps": 6}
+    settings |= {"kl_coef": 0.05, "kl_target": 1.0, "kl_horizon": 100.0}
     trainer = make_ppo(tmp_path / "run", "model", **settings)
     moved: list[bool] = []
     start, critic = weights(trainer), trainer.critic.head.weight.detach().clone()
@@ -152,6 +155,7 @@ def test_the_critic_learns_alone_while_it_warms_up(tmp_path: Path) -> None:
     trainer.add_callback(Watch())
     trainer.train()
     assert moved == [False] * 8 + [True]
+    assert [record["kl_coef"] for record in trainer.history if "kl_coef" in record] == [0.05] * 3  # there is no KL yet
     assert not torch.equal(trainer.critic.head.weight, critic)
     again = make_ppo(tmp_path / "run", "model", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-6"))
@@ -163,6 +167,28 @@ def test_a_warm_up_that_would_move_the_policy_is_refused(tmp_path: Path) -> None
         make_ppo(tmp_path, "trunk", critic_warmup_rollouts=1)
     with pytest.raises(ConfigError, match=r"weight_decay is 0\.1, which moves the policy"):
         PPOConfig(use_cpu=True, critic_warmup_rollouts=1, weight_decay=0.1)
+    with pytest.raises(ConfigError, match="loss on routers, which does not go with critic_warmup_rollouts"):
+        make_ppo(tmp_path, "model", model=mixture("mixtral"), critic_warmup_rollouts=1)
+
+
+def test_a_classifier_that_is_named_keeps_its_last_layer(tmp_path: Path) -> None:
+    saved = classifier(1)
+    saved.score = nn.Linear(saved.score.in_features, 1)
+    saved.score.bias.data.fill_(0.5)
+    for given in (saved, str(tmp_path / "critic")):
+        if given is not saved:
+            classifier(1).save_pretrained(given)
+        trainer = PPOTrainer(
+            args=PPOConfig(str(tmp_path / "run"), **SETTINGS),
+            processing_class=tiny_tokenizer(),
+            model=tiny_model(),
+            reward_funcs=count_digits,
+            value_model=given,
+            train_dataset=[{"prompt": prompt} for prompt in PROMPTS],
+        )
+        wanted = saved.score.weight if given is saved else classifier(1).score.weight
+        assert torch.equal(trainer.critic.head.weight, wanted[0])
+        assert trainer.critic.head.bias.item() == (0.5 if given is saved else 0.0)
 
 
 @pytest.mark.slow

@@ -155,6 +155,13 @@ def test_completions_of_one_turn_are_refused(tmp_path: Path) -> None:
         make_trainer(tmp_path, turn_advantage_coef=0.5)
 
 
+def test_turns_are_not_compared_with_rewards_of_another_weight(tmp_path: Path) -> None:
+    """The last turn had the rest of a tenth of the reward, less what turns were paid: it was punished."""
+    credited(tmp_path / "a", reward_weights=[1.0])
+    with pytest.raises(ConfigError, match=r"reward_weights gives \(0.1,\) to the rewards of environments"):
+        credited(tmp_path / "b", reward_weights=[0.1])
+
+
 def test_a_step_whose_reward_is_no_number_is_refused() -> None:
     with pytest.raises(DataError, match=r"a Step has reward=nan\. Give a finite number"):
         Step("x", reward=float("nan"))

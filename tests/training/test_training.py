@@ -9,6 +9,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
+from memsafe_rl import PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -379,6 +380,19 @@ def test_a_reference_that_cannot_follow_is_not_to_be_synced(given: str, tmp_path
     more = {"peft_config": lora} if given == "a config" else {"model": get_peft_model(tiny_model(), lora)}
     with pytest.raises(ConfigError, match="sync_ref_model is True, but the reference of an adapter"):
         make_trainer(tmp_path, sync_ref_model=True, beta=0.1, **more)
+
+
+def test_a_reference_of_other_shapes_is_not_to_be_synced(tmp_path: Path) -> None:
+    """It ended the run at the first sync."""
+    with pytest.raises(ConfigError, match="the Qwen3ForCausalLM that is the reference has weights of other shapes"):
+        PPOTrainer(
+            tiny_model(),
+            count_digits,
+            PPOConfig(str(tmp_path), sync_ref_model=True, beta=0.1, use_cpu=True, max_completion_length=6),
+            [{"prompt": prompt} for prompt in PROMPTS],
+            processing_class=tiny_tokenizer(),
+            ref_model=tiny_model(layers=1),
+        )
 
 
 def test_a_record_of_several_steps_has_the_last_count_of_tokens(tmp_path: Path) -> None:

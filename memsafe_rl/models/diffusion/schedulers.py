@@ -8,10 +8,12 @@ a state.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -191,9 +193,7 @@ class DDPMScheduler(DiffusionScheduler):
     variance_type: str = "fixed_small"
 
     def _step(self, alpha: float, after: float) -> Step:
-        step = diffusion_step(alpha, after, 1.0, self.prediction_type)
-        large = self.variance_type == "fixed_large" and step.std > 0
-        return step._replace(std=math.sqrt(1 - alpha / after)) if large else step
+        return diffusion_step(alpha, after, 1.0, self.prediction_type, large=self.variance_type == "fixed_large")
 
 
 @dataclass(eq=False)
@@ -280,8 +280,9 @@ class DiffusersScheduler(LinearScheduler):
         if hasattr(inner, "alphas_cumprod"):
             alphas = [float(alpha) for alpha in inner.alphas_cumprod.cpu().double()[timesteps.long()]]
             final = float(getattr(inner, "final_alpha_cumprod", 1.0))
-            pairs, kind = pairwise([*alphas, final]), self.prediction_type
-            self._lay_out(timesteps, [diffusion_step(alpha, after, self.eta, kind) for alpha, after in pairs])
+            large = str(getattr(inner.config, "variance_type", None)).startswith("fixed_large")
+            step = partial(diffusion_step, eta=self.eta, prediction_type=self.prediction_type, large=large)
+            self._lay_out(timesteps, [step(alpha, after) for alpha, after in pairwise([*alphas, final])])
             return
         times = [float(sigma) for sigma in inner.sigmas]
         if not (0 < times[0] <= 1 and times[-1] == 0):
@@ -294,14 +295,16 @@ def as_scheduler(scheduler: Any) -> DenoisingScheduler:
     if isinstance(scheduler, type) or not (hasattr(scheduler, "set_timesteps") or hasattr(scheduler, "config")):
         shown = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else repr(scheduler)[:80]
         raise refusal("scheduler/object", shown=shown)
+    if isinstance(scheduler, LinearScheduler):
+        return copy.copy(scheduler)  # its steps are laid out for one policy
     if hasattr(scheduler, "mean"):
         return scheduler  # type: ignore[no-any-return]
     refusal.when(not hasattr(scheduler, "config"), "scheduler/methods", kind=type(scheduler).__name__)
     return DiffusersScheduler(scheduler)
 
 
-def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str) -> Step:
-    """Returns one step of DDIM as a linear function of state and prediction."""
+def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str, *, large: bool = False) -> Step:
+    """Returns one step of DDIM as a linear function of state and prediction; ``large`` noise has beta's variance."""
     kept, lost = math.sqrt(alpha), math.sqrt(1 - alpha)
     # x_0 and the noise, each as factors of (state, prediction)
     known = {
@@ -313,9 +316,10 @@ def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str)
         raise refusal("prediction_type", alpha=alpha, prediction_type=prediction_type)
     clean, noise = known
     variance = eta**2 * (1 - after) / (1 - alpha) * (1 - alpha / after) if after < 1 else 0.0
+    refusal.when(variance > 1 - after + 1e-9, "eta/large", eta=eta)
     to_clean, to_noise = math.sqrt(after), math.sqrt(max(0.0, 1 - after - variance))
     state, output = (to_clean * clean[part] + to_noise * noise[part] for part in range(2))
-    return Step(state, output, math.sqrt(variance))
+    return Step(state, output, math.sqrt(1 - alpha / after if large and variance else variance))
 
 
 def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: tuple[int, int] | None) -> list[Step]:

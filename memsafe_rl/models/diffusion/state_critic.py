@@ -170,6 +170,8 @@ def _refuse_useless(network: Any, adapter: DiffusionAdapter) -> None:
 
 def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:
     """Returns mean and deviation over all axes but the first of a state, of the elements that count, (M, 2 C)."""
+    if x.dim() == 2:
+        x, elements = x[..., None], None if elements is None else elements[..., None]
     axes = tuple(range(2, x.dim()))
     if elements is None:
         count: Tensor | float = float(math.prod(x.shape[2:]))

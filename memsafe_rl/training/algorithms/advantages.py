@@ -161,7 +161,8 @@ class CriticAdvantages:
         """Moves the KL coefficients towards the target by a rollout's KL."""
         config = self._config
         self._rollouts += 1
-        if config.kl_target is not None and ROLLOUT_KL in metrics:
+        steers = self._rollouts > config.critic_warmup_rollouts  # before, the policy is the reference
+        if config.kl_target is not None and steers and ROLLOUT_KL in metrics:
             self.kl_scale = adaptive_kl_coef(
                 self.kl_scale,
                 metrics[ROLLOUT_KL],
@@ -381,13 +382,13 @@ def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tens
     return replace(trajectory, advantages=advantages_B), metrics
 
 
-def distilled_advantages(coef: float, likeliest: int | None) -> GroupAdvantages:
+def distilled_advantages(config: GRPOConfig) -> GroupAdvantages:
     """Adds to a row's group advantage what each of its tokens pays for leaving a teacher, undiscounted."""
-    needs = ScoringNeeds(logprobs=True, likeliest=likeliest)
-    return GroupAdvantages(partial(_taught, coef), needs, joins_sequences=False, by_token=True)
+    needs = ScoringNeeds(logprobs=True, likeliest=config.distillation_top_k)
+    return GroupAdvantages(partial(_taught, config), needs, joins_sequences=False, by_token=True)
 
 
-def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
+def _taught(config: GRPOConfig, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
     """Returns each token ``A_t = A - coef (log pi(a_t) - log pi_teacher(a_t) - b_t)``, with ``A`` of its row's group.
 
     ``b_t``, the likeliest tokens' `expected_gaps` or 0, is the same whichever was drawn: no bias, less noise. Where
@@ -401,7 +402,8 @@ def _taught(coef: float, trajectory: Trajectory, rewards_B: Tensor, group_size: 
     gaps = (old.flat - teacher.flat).masked_fill(~mask, 0.0)
     known = trajectory.expected_gaps
     paid = gaps if known is None else gaps - known.flat.to(gaps.dtype)
-    by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths)).to(gaps.dtype) - coef * paid
+    by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths)).to(gaps.dtype)
+    by_token -= config.distillation_coef * paid
     advantages = Ragged(by_token.masked_fill(~mask, 0.0), lengths)
     distilled = replace(trajectory, action_advantages=advantages, expected_gaps=None)
     claim(Component.TRAJECTORY, distilled.tensors())
@@ -432,20 +434,12 @@ def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Ass
 
 def turn_advantages(config: GRPOConfig) -> GroupAdvantages:
     """Adds how a turn compares with others in its state: ``A_t = A^E + coef A^S`` (GiGPO, arXiv:2505.10978)."""
-    compare = centred_in_group if config.scale_rewards == "none" else normalised_in_group
-    coef, discount = config.turn_advantage_coef, config.turn_discount
-    return GroupAdvantages(partial(_by_turn, coef, discount, compare), ScoringNeeds(turns=True), by_token=True)
+    return GroupAdvantages(partial(_by_turn, config), ScoringNeeds(turns=True), by_token=True)
 
 
-def _by_turn(
-    coef: float,
-    discount: float,
-    compare: Callable[[Tensor], Tensor],
-    trajectory: Trajectory,
-    rewards_B: Tensor,
-    group_size: int,
-) -> Assigned:
+def _by_turn(config: GRPOConfig, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
     """Returns each token's episode advantage plus its turn's own; the last turn has the rest of the reward."""
+    compare = centred_in_group if config.scale_rewards == "none" else normalised_in_group
     lengths, played = trajectory.actions.lengths, trajectory.turns or ((),) * len(trajectory)
     turns: dict[int, list[tuple[int, Turn]]] = {}
     for row, sample in enumerate(trajectory.sample_of_row or range(len(trajectory))):
@@ -454,13 +448,13 @@ def _by_turn(
     for sample, own in turns.items():
         paid_T = torch.tensor([turn.reward for _, turn in own], dtype=torch.float64)
         paid_T[-1:] += rewards_B[sample].double() - paid_T.sum()
-        returns.append(turn_returns(paid_T, discount))
+        returns.append(turn_returns(paid_T, config.turn_discount))
         states += [(sample // group_size, turn.state) for _, turn in own]
     advantages_N, met_N = relative_to_state(torch.cat(returns), states, compare)
     by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths))
     views = Ragged(by_token, lengths).rows()
     places = [place for own in turns.values() for place in own]
-    for (row, turn), advantage in zip(places, (coef * advantages_N).tolist(), strict=True):
+    for (row, turn), advantage in zip(places, (config.turn_advantage_coef * advantages_N).tolist(), strict=True):
         later = [other.start for other in played[row] if other.start > turn.start]
         views[row][turn.start : min(later, default=lengths[row])] += advantage
     masked = by_token.masked_fill(~trajectory.loss_mask.flat.bool(), 0.0)

@@ -192,7 +192,11 @@ def build_setup(
     check = check or check_adapter
     with recovery.tracker.phase(Phase.LOAD):
         loaded = (load or _load)(inputs, machine)
-        refusal.when(config.sync_ref_model and loaded.reference_model is None, "sync_ref_model/adapter")
+        if config.sync_ref_model:
+            reference = loaded.reference_model
+            refusal.when(reference is None, "sync_ref_model/adapter")
+            own, followed = ([weight.shape for weight in one.parameters()] for one in (reference, loaded.model))
+            refusal.when(own != followed, "sync_ref_model/shape", kind=type(reference).__name__)
         trained = ((name, weight) for name, weight in loaded.model.named_parameters() if weight.requires_grad)
         halved = next((name for name, weight in trained if weight.dtype == torch.float16), None)
         refusal.when(halved, "float16", name=halved)
@@ -283,13 +287,15 @@ def _advantages(
     if isinstance(config, GRPOConfig) and (config.teacher_model_name_or_path or config.teacher_model_server_url):
         has_encoder, kind = adapter.geometry.source_bytes is not None, type(adapter.model).__name__
         refusal.when(config.teacher_model_server_url and has_encoder, "teacher_model_server_url", model=kind)
-        return distilled_advantages(config.distillation_coef, config.distillation_top_k)
+        return distilled_advantages(config)
     if isinstance(config, GRPOConfig) and config.advantage_estimator == "otb":
         refusal.when(adapter.time_separable, "advantage_estimator/tokens", value="otb")
         return token_baseline_advantages()
     if isinstance(config, GRPOConfig) and config.turn_advantage_coef:
         single = config.max_turn_length is None and config.max_episode_turns in (None, 1)
         refusal.when(inputs.environments is None and single, "turn_advantage_coef", value=config.turn_advantage_coef)
+        weights = inputs.rewards.weights[-len(inputs.environments.rewards) :] if inputs.environments else ()
+        refusal.when({*weights} - {1.0}, "turn_advantage_coef/weights", weights=weights)
         return turn_advantages(config)
     if not isinstance(config, PPOConfig):
         return GroupAdvantages()

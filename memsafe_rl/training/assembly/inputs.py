@@ -57,8 +57,10 @@ def own_config(args: Any, model: Any, trainer: Any) -> TrainerConfig:
 def model_facts(config: TrainerConfig, model: Any) -> ModelFacts:
     """Reads what must be known of a model before it is loaded, and refuses what cannot be trained."""
     facts = read_config(model, trust_remote_code=config.trust_remote_code, model_init_kwargs=config.model_init_kwargs)
-    off, other = router_losses(config, facts).off, "torch_compile" if config.compile_mode else "objectives"
-    refusal.when(off and (config.compile_mode or config.objective_list), "router_losses", off=off, other=other)
+    asked: dict[str, Any] = {"torch_compile": config.compile_mode, "objectives": config.objective_list}
+    asked["critic_warmup_rollouts"] = getattr(config, "critic_warmup_rollouts", 0)  # in which no router may move
+    off, other = router_losses(config, facts).off, next((name for name, value in asked.items() if value), None)
+    refusal.when(off and other, "router_losses", off=off, other=other)
     prompt_room(config, facts, "model")
     return facts
 

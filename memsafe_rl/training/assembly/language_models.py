@@ -23,6 +23,7 @@ from memsafe_rl.models.language.factory import adapter_for, check_adapter, famil
 from memsafe_rl.models.loading import (
     LoadedModel,
     ModelFacts,
+    critic_named,
     eos_token_ids,
     load_model,
     load_tokenizer,
@@ -132,7 +133,9 @@ class LanguageModels(ModelFactory):
         if isinstance(wanted, str) and wanted == "adapter":
             return SecondAdapter(adapter)
         refusal.when(self._image_reader is not None, "critic/images")
-        loaded = load_model(wanted, trust_remote_code=self._config.trust_remote_code, device=adapter.device).model
+        trusted = self._config.trust_remote_code
+        wanted = critic_named(wanted, trust_remote_code=trusted) if isinstance(wanted, str) else wanted
+        loaded = load_model(wanted, trust_remote_code=trusted, device=adapter.device).model
         refusal.when(loaded.get_output_embeddings() is None, "critic/head", kind=type(loaded).__name__)
         own_weights, weights = ({id(one) for one in network.parameters()} for network in (loaded, adapter.model))
         refusal.when(own_weights & weights, "critic/shared")

@@ -17,6 +17,7 @@ from memsafe_rl.models.diffusion.schedulers import (
 )
 from memsafe_rl.ops.gaussian import gaussian_kl
 from memsafe_rl.types import GaussianDistribution
+from tests.models.diffusion.small import make_policy
 
 PREDICTIONS = ("epsilon", "sample", "v_prediction")
 
@@ -142,6 +143,7 @@ def test_a_window_of_a_flow_has_noise_and_the_rest_has_none():
     ("make", "words"),
     [
         (lambda: DDIMScheduler(eta=0.0), r"eta is 0.0; a step without noise has no log-prob.*Set it above 0"),
+        (lambda: laid_out(DDIMScheduler(eta=1.2), 20), r"eta is 1.2, with which a step has more noise"),
         (lambda: DDIMScheduler(prediction_type="x0"), r"prediction_type is 'x0'\. Set it to one of epsilon, sample"),
         (lambda: DDIMScheduler(beta_schedule="cosine"), r"beta_schedule is 'cosine'\. Set it to one of linear"),
         (lambda: laid_out(DDIMScheduler(100), 101), r"num_inference_steps is 101.*between 1 and 100"),
@@ -193,6 +195,9 @@ def test_a_scheduler_of_diffusers_is_read():
         their_flow.mean(output, columns, state), flow.mean(output, columns, state), rtol=1e-5, atol=1e-5
     )
     assert float(their_flow.stds[-1]) == 0.0
+    large = laid_out(as_scheduler(TheirDDIM(variance_type="fixed_large")), 20).stds
+    own = laid_out(DDPMScheduler(variance_type="fixed_large"), 20).stds
+    torch.testing.assert_close(large[:-1], own[:-1], rtol=1e-4, atol=1e-7)
     with pytest.raises(ConfigError, match="clip_sample of TheirDDIM is True"):
         as_scheduler(TheirDDIM(clip_sample=True))
     with pytest.raises(ConfigError, match="variance_type of TheirDDIM is 'learned_range'"):
@@ -218,3 +223,11 @@ def test_steps_are_those_of_diffusers(prediction, spacing, offset):
             torch.testing.assert_close(one.mean(output, [column], state), without, rtol=1e-4, atol=1e-4)
             assert float(one.stds[column]) == pytest.approx(float((with_noise - without).mean()), abs=1e-5)
     assert math.isfinite(float(ours.stds.sum()))
+
+
+def test_two_policies_may_be_given_one_scheduler():
+    scheduler = DDIMScheduler(prediction_type="sample")
+    first = make_policy(6, scheduler=scheduler)
+    steps = first.scheduler.timesteps.clone()
+    make_policy(12, scheduler=scheduler)
+    assert torch.equal(first.scheduler.timesteps, steps)
