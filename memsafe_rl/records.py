@@ -138,8 +138,6 @@ class RecordLog(Sequence[Record]):
             self._path, self._stamp = path, dict(stamp)
             self._file = _File(path)
             self._offsets, self._recent = array("q"), deque(maxlen=RECENT)
-            if not self._file.ends_a_line():
-                self._file.append(b"\n")  # a killed process left half a line, which stays for itself
             lines = [(head, at) for at, line in _lines(self._file.descriptor) if (head := _head(line)) is not None]
             ours = [(head, at) for head, at in lines if _is_of(head[3], stamp.get("run_id", ""))]
             self._again = Counter(head[0] for head, _ in ours if not head[2] and head[0] >= step)
@@ -159,7 +157,7 @@ class RecordLog(Sequence[Record]):
             if self._path is None and len(self._waiting) <= RECENT:
                 return True  # few records need no file while they have none of their own
             try:
-                if self._file is not None and self._path is not None and self._file.has_gone_from(self._path):
+                if self._file is not None and self._path is not None and self._file.has_lost(self._path):
                     self._put_back(self._file, self._path)
                 self._flush()
                 if durable and self._path is not None:
@@ -197,8 +195,15 @@ class RecordLog(Sequence[Record]):
         if not still_ours(path.parent, self._stamp.get("run_id", "")):
             raise OSError(errno.ESTALE, "its folder was moved or deleted, and is another run's now")
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = _File(path)
-        self._file, self._offsets = new, array("q", (new.append(old.line_at(offset)) for offset in self._offsets))
+        new, was_cut = _File(path), old.is_at(path)
+        kept = [(offset, line) for offset in self._offsets if _object(line := old.line_at(offset)) is not None]
+        self._file = new
+        if was_cut:
+            self._recent.clear()
+            self._offsets = array("q", (offset for offset, _ in kept))
+            logger.warning("%s was cut during the run; what it has lost is missing in the trainer's records too", path)
+            return
+        self._offsets = array("q", (new.append(line) for _, line in kept))
         logger.warning("%s was deleted or moved during the run; it is written again", path)
 
 
@@ -213,6 +218,8 @@ class _File:
             self.descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         weakref.finalize(self, os.close, self.descriptor)
         self._size = os.fstat(self.descriptor).st_size
+        if self._size and os.pread(self.descriptor, 1, self._size - 1) != b"\n":
+            self.append(b"\n")  # a killed process left half a line, which stays for itself
 
     def append(self, content: bytes) -> int:
         """Writes at the end, whole or not at all; returns where."""
@@ -233,13 +240,13 @@ class _File:
             content += more
         return content.partition(b"\n")[0] + b"\n"
 
-    def ends_a_line(self) -> bool:
-        """Returns whether the file is empty or its last line is complete."""
-        return not self._size or os.pread(self.descriptor, 1, self._size - 1) == b"\n"
+    def is_at(self, path: Path) -> bool:
+        """Returns whether the file is still where it was: neither deleted, nor moved with the folder it was in."""
+        return bool(os.fstat(self.descriptor).st_nlink) and path.exists()
 
-    def has_gone_from(self, path: Path) -> bool:
-        """Returns whether the file was deleted, or moved with the folder that it was in."""
-        return not os.fstat(self.descriptor).st_nlink or not path.exists()
+    def has_lost(self, path: Path) -> bool:
+        """Returns whether the file has gone, or somebody has cut it."""
+        return not self.is_at(path) or os.fstat(self.descriptor).st_size < self._size
 
 
 def records_until(path: Path, lineage: Lineage, step: int, run_id: str = "") -> Iterator[Record]:

@@ -200,3 +200,23 @@ def test_odd_records_neither_stop_the_log_nor_change_their_kind(tmp_path: Path) 
     )
     assert (first["('a', 1)"], first["count"], first["loss"], first["list"]) == (1.5, 3, 2.5, [None, 1])
     assert second["step"] == 2
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_file_that_is_cut_while_it_is_written_loses_no_more_than_what_was_cut(
+    tmp_path: Path, left: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `logrotate` does with copytruncate; a run ended in a JSONDecodeError after its last step."""
+    path = tmp_path / "log"
+    log = opened(path)
+    for step in (1, 2, 3):
+        log.append(record(step))
+        log.flush()
+    ends = [place + 1 for place, byte in enumerate(path.read_bytes()) if byte == 10]
+    os.truncate(path, ends[left] - 5)  # in the middle of a line
+    for step in (4, 5):
+        log.append(record(step))
+        log.flush()
+    kept = [*range(1, left + 1), 4, 5]
+    assert [one["step"] for one in log] == [line["step"] for line in read_lines(path)[0]] == kept
+    assert caplog.text.count("was cut during the run") == 1

@@ -99,9 +99,9 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Stops the bar."""
-        self.close()
+        self.on_run_closed()
 
-    def close(self) -> None:
+    def on_run_closed(self) -> None:
         """Stops the bar, also after an error."""
         self._began = None
         if self._progress is not None:

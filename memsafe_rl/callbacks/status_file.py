@@ -136,11 +136,11 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self._now = {**self._now, "sampling": [ended, total]}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Records that the run finished, which `close` cannot know."""
+        """Records that the run finished, which `on_run_closed` cannot know."""
         self._now = {**self._now, "state": "finished", "ended_by": ""}
         self.write()
 
-    def close(self) -> None:
+    def on_run_closed(self) -> None:
         """Stops writing, also after an error, which it names."""
         if self._thread is None:
             return

@@ -119,7 +119,9 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         place = {"checkpoint": "last-checkpoint", "all_checkpoints": source.name}.get(args.hub_strategy.value)
         self.push(lambda folder: _link(source, folder, RUN_STATE), message, wait=False)
         if place is not None:
-            self.push(lambda folder: _link(source, folder), f"{message}, checkpoint", wait=False, place=place)
+            # in the place of the checkpoint before, of which no file may stay
+            whole = {"place": place, "delete_patterns": "*"}
+            self.push(lambda folder: _link(source, folder), f"{message}, checkpoint", wait=False, **whole)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Waits for what is under way."""
@@ -150,6 +152,7 @@ def _link(source: Path, folder: Path, left_out: frozenset[str] = frozenset()) ->
 
 
 _ADAPTER, _CONFIG, _CARD = "adapter_config.json", "config.json", "README.md"
+_OF_PEFT = {_ADAPTER, _CARD, "adapter_model.safetensors"}
 _EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; remove this line to keep changes. -->"
 
 
@@ -158,9 +161,9 @@ def export(source: str, target: str, dtype: str | None) -> Path:
     out, folder = Path(target), _with_weights(Path(source))
     refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:
-        config, model, base = _loaded(folder)
+        processor, (config, model, base) = AutoProcessor.from_pretrained(folder), _loaded(folder)
         model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
-        AutoProcessor.from_pretrained(folder).save_pretrained(out)
+        processor.save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise refusal("export/failed", folder=str(folder), reason=str(error).splitlines()[0].rstrip(".")) from error
     _card(folder, base, out.name).save(out / _CARD)
@@ -178,8 +181,9 @@ def _with_weights(folder: Path) -> Path:
 
 def _adapter_in(folder: Path) -> Path | None:
     """Finds an adapter: in the folder itself, else in one of the adapter's name, as PEFT writes all but "default"."""
-    named = (path.parent for path in sorted(folder.glob(f"*/{_ADAPTER}")) if path.parent not in checkpoints(folder))
-    return folder if (folder / _ADAPTER).is_file() else next(named, None)
+    named = (path.parent for path in sorted(folder.glob(f"[!.]*/{_ADAPTER}")))
+    alone = (one for one in named if {path.name for path in one.iterdir()} <= _OF_PEFT)  # not a model saved there
+    return folder if (folder / _ADAPTER).is_file() else next(alone, None)
 
 
 def _loaded(folder: Path) -> tuple[Any, Any, str]:

@@ -253,7 +253,8 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], dict[str, Any], Traje
         tensors = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
         loop = json.loads((folder / LOOP).read_text())
         state = json.loads((folder / _TRAINER).read_text())
-        return tensors, {**loop, "trainer_state": state}, load_trajectory(folder)
+        trajectory = None if loop.get("experience") is None else load_trajectory(folder)  # which may be another's
+        return tensors, {**loop, "trainer_state": state}, trajectory
     except (*_SIGNS_OF_DAMAGE, pickle.UnpicklingError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise

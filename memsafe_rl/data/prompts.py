@@ -98,15 +98,19 @@ class StreamedPrompts:
         self._examples = examples
         self._iterator: Iterator[dict[str, Any]] = iter(())
         self._position = -1
+        self._first: list[dict[str, Any]] = []  # as last read from the start: every checkpoint tells runs apart by two
 
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
         """Returns `count` examples from `position` on; the stream starts over when it ends."""
+        if position == 0 and count <= len(self._first):
+            return self._first[:count]
         if position != self._position:
             self._iterator = self._endless()
             next(islice(self._iterator, position, position), None)
         self._position = -1  # until all are there: a stream that raised half way is read again from the start
         taken = list(islice(self._iterator, count))
         self._position = position + count
+        self._first = taken if position == 0 else self._first
         return taken
 
     def _endless(self) -> Iterator[dict[str, Any]]:

@@ -169,7 +169,8 @@ class Checkpoints:
         if ahead is not None:
             drawn = loop.get("ahead", ())  # checkpoints of before there was any have none
             ahead.restore({SequenceKey(*key): completion_from(plain) for key, plain in drawn})
-        restore_random_state(loop["random"])
+        ranks, parallel = loop.get("rank_randoms", ()), setup.parallel  # of as many ranks, each goes on with its own
+        restore_random_state(ranks[parallel.rank] if len(ranks) == parallel.world_size else loop["random"])
 
     @property
     def writes_weights_itself(self) -> bool:
@@ -210,6 +211,7 @@ class Checkpoints:
             "concessions": [asdict(degradation) for degradation in state.degradations],
             "run": self._run_facts(),
             "random": plain_random_state(state.random or capture_random_state()),
+            "rank_randoms": state.rank_randoms,
         }
 
     def _tensors(self) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd
+from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd, plain_random_state
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.training import refusal
 from memsafe_rl.training.checkpoints import Checkpoints, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
@@ -78,7 +79,7 @@ class TrainingLoop:
     ) -> None:
         self.optimizers = optimizers
         self.hooks = hooks
-        self._before_training = before_training
+        self._before_training, self._output_dir = before_training, setup.config.output_dir
         self.eval_dataset = eval_dataset
         self.report = RunLog(setup, callbacks, hooks)
         self._step_started = 0.0
@@ -124,7 +125,7 @@ class TrainingLoop:
                 self.collector.close()
                 self.setup.memory.release()
                 self.report.write(self.state)
-                self.report.call_own_event("close")
+                self.report.call_own_event("on_run_closed")
             finally:
                 self.files.release()
                 self._running = False
@@ -151,7 +152,7 @@ class TrainingLoop:
         if done or not interrupted:
             return not done
         asked = self.setup.parallel.gather([(reason, self.files.has_unsaved(self.state.step))])
-        if asked[0][1] and self.setup.shards.divided:
+        if asked[0][1] and self.setup.parallel.world_size > 1:
             self.save_checkpoint()  # while all ranks are there to take part
         raise TrainingInterrupted(next(reason for reason, _ in asked if reason))
 
@@ -224,6 +225,8 @@ class TrainingLoop:
         state, report, ending = self.state, self.report, self.state.ending
         if ending is None:
             return
+        if self._used_up():
+            state.progress.max_steps = state.step  # so that callbacks do what is due after the last step
         report.call_event_once("on_step_end", state)
         if self._used_up():
             report.control.should_training_stop = True
@@ -321,7 +324,7 @@ class TrainingLoop:
         if can_save and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
-                self.save_checkpoint()
+                self.save_checkpoint(alone=True)
             except SaveError as save_error:  # the error that ended the run matters more
                 logger.warning("%s", save_error)
         if isinstance(error, TrainingInterrupted) and setup.parallel.is_main:
@@ -333,6 +336,7 @@ class TrainingLoop:
         """Makes optimizer and schedule, and goes to where the run stands."""
         config, setup = self.config, self.setup
         config.validate()
+        refusal.when(config.output_dir != self._output_dir, "output_dir/changed", now=config.output_dir)
         check_meter(setup.memory.meter)
         if config.memory_budget != "auto":
             setup.memory.enforce()
@@ -347,7 +351,8 @@ class TrainingLoop:
         progress.num_train_epochs = math.ceil(config.num_train_epochs)
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
-        if checkpoint is not None and self.state.step >= max_steps and not self.report.has_unfinished(self.state):
+        is_over = self.state.step >= max_steps or self._used_up()
+        if checkpoint is not None and is_over and not self.report.has_unfinished(self.state):
             told = f"nothing is left to train: {checkpoint} is at step {self.state.step} of {max_steps}"
             ours = checkpoint.absolute().parent.resolve() == Path(config.output_dir).resolve()
             if self.state.step > max_steps or not ours:
@@ -360,7 +365,7 @@ class TrainingLoop:
         self.files.prepare(setup, self.checkpoints, max_steps)
         self.report.call_event("on_train_begin", self.state)
         self.report.call_event("on_epoch_begin", self.state)
-        if self.state.step >= max_steps:
+        if is_over:
             self.report.control.should_training_stop = True
         if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
             (self.hooks.evaluate or self.evaluate)()
@@ -393,15 +398,21 @@ class TrainingLoop:
             self.apply(degradation)
         self.checkpoints.restore(folder, saved, self.state, self.report)
 
-    def save_checkpoint(self, *, wait: bool = True) -> None:
-        """Writes everything a resumed run needs, in the background only where it need not `wait`."""
-        progress = self.state.progress
+    def save_checkpoint(self, *, wait: bool = True, alone: bool = False) -> None:
+        """Writes what a resumed run needs, in the background only where it need not `wait`; `alone` without ranks."""
+        self.files.finish()
+        progress, state = self.state.progress, self.state
+        before = progress.best_model_checkpoint
         if progress.best_global_step == self.state.step:
             progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
+        state.rank_randoms = []
+        if self.setup.parallel.world_size > 1 and not alone:
+            own = state.random or self.setup.recovery.repeat(Stage.CHECKPOINT, capture_random_state)
+            state.rank_randoms = self.setup.parallel.gather([plain_random_state(own)])
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.state, saved, wait=wait)
+                self.files.save(self.setup, self.checkpoints, self.state, saved, wait=wait, best_before=before)
             else:
                 self.report.saved(self.state.progress)
             self.setup.parallel.wait()
@@ -426,7 +437,7 @@ class TrainingLoop:
             "train_steps_per_second": len(losses) / seconds,
             "train_loss": sum(losses) / len(losses) if losses else float("nan"),
         }
-        best = best_folder(state) if self.config.load_best_model_at_end else None
+        best = setup.parallel.gather([best_folder(state)])[0] if self.config.load_best_model_at_end else None
         if best is not None:
             setup.recovery.repeat(Stage.RESUME, self.checkpoints.load_weights, best)
         self.report.end(state, totals)

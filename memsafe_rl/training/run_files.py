@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class _Writing(NamedTuple):
 
     progress: TrainerState  # as it was then
     written: Future[None]
+    give_up: Callable[[], None]  # forgets that it would be the best
 
 
 class RunFiles:
@@ -122,17 +124,25 @@ class RunFiles:
             self._prepared = self._writer.submit(checkpoints.prepared_copies())
 
     def save(
-        self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, wait: bool
+        self,
+        setup: TrainingSetup,
+        checkpoints: Checkpoints,
+        state: RunState,
+        saved: Saved,
+        *,
+        wait: bool,
+        best_before: str | None,
     ) -> None:
         """Writes a checkpoint, after its steps' records and never two at a time; with `wait` before it returns."""
-        self.finish()
         progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
+        give_up = partial(setattr, state.progress, "best_model_checkpoint", best_before)
         try:
             written = self._write(setup, checkpoints, state, saved, beside=beside)
         except SaveError as error:
+            give_up()
             self._complain(error)
             return
-        self._writing = _Writing(progress, written)
+        self._writing = _Writing(progress, written, give_up)
         if not beside:
             self.finish()
 
@@ -165,6 +175,7 @@ class RunFiles:
         try:
             writing.written.result()
         except SaveError as error:
+            writing.give_up()
             self._complain(error)
         else:
             self.saved_step = writing.progress.global_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ def test_an_adapter_of_any_name_over_a_grown_vocabulary(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "run", model=adapted, processing_class=tokenizer, max_steps=1)
     trainer.train()
     trainer.save_model()
+    for other in ("before", ".checkpoint-1.part"):  # a model saved there, and what a killed run left
+        folder = shutil.copytree(tmp_path / "run" / "reasoning", tmp_path / "run" / other)
+        (folder / "adapter_model.safetensors").write_bytes(b"")
+    tokenizer.save_pretrained(tmp_path / "run" / "before")
     ids = torch.arange(8)[None] + len(tokenizer) - 8
     with torch.no_grad():
         trained = trainer.model(ids).logits

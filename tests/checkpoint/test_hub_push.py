@@ -91,6 +91,7 @@ def test_saves_are_uploaded_as_the_strategy_says(hub: Hub, strategy: str, places
     for commit in hub.commits:
         assert (commit["repo_id"], commit["revision"]) == ("me/mine", "next")
         is_whole = commit["path_in_repo"] is not None
+        assert commit.get("delete_patterns") == ("*" if is_whole else None)  # no file of the one before may stay
         assert set(commit["files"]) - ({*export.RUN_STATE} if is_whole else set()) == WEIGHTS
         assert ("training_state.pt" in commit["files"]) == is_whole
     if hub.commits:

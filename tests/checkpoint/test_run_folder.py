@@ -17,12 +17,15 @@ from transformers import TrainerCallback
 
 from memsafe_rl.checkpoint.run_folder import claim
 from memsafe_rl.checkpoint.store import checkpoints
+from memsafe_rl.checkpoint.weights import read_weights
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
 from memsafe_rl.records import read_lines
-from tests.tiny import tiny_tokenizer
-from tests.trainers.helpers import make_trainer, weights
+from memsafe_rl.trainers.grpo import GRPOTrainer
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, weights
 from tests.trainers.test_ppo import make_ppo
 
+ONE = [{"prompt": PROMPTS[0]}]
 SAVING = {"save_strategy": "steps", "save_steps": 1}
 
 
@@ -286,7 +289,7 @@ def test_the_best_checkpoint_is_kept_where_the_folder_has_another_name(tmp_path:
 
 def test_a_callback_that_fails_at_the_end_leaves_no_lock(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
-        def close(self) -> None:
+        def on_run_closed(self) -> None:
             raise OSError("the callback's own")
 
     with pytest.raises(OSError, match="the callback's own"):
@@ -355,3 +358,99 @@ class TestBackground:
             assert caplog.text.count("was not saved: No space left") == 3
         assert not list(tmp_path.glob(".checkpoint-*"))
         claim(tmp_path, None, overwrite=True).release()
+
+
+@pytest.mark.slow
+def test_a_run_whose_epochs_end_before_the_planned_steps_saves_and_evaluates_its_end(tmp_path: Path) -> None:
+    """Filtered groups take more prompts a step: 16 steps were planned, and the last one done had no checkpoint."""
+
+    def half(completions: list[str], **_: Any) -> list[float]:
+        return [float(any(character.isdigit() for character in text)) for text in completions]
+
+    settings: dict[str, Any] = {"reward_funcs": half, "max_steps": -1, "dynamic_sampling": True, "save_steps": 500}
+    settings |= {
+        "save_strategy": "steps",
+        "eval_strategy": "steps",
+        "eval_steps": 500,
+        "eval_dataset": ONE,
+    }
+    trainer = make_trainer(tmp_path, num_train_epochs=2, **settings)
+    done = trainer.train().global_step
+    assert 0 < done < 16
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{done}"]
+    assert make_trainer(tmp_path, num_train_epochs=2, **settings).train(resume_from_checkpoint=True).global_step == done
+    longer = make_trainer(tmp_path, num_train_epochs=3, **settings)
+    assert longer.train(resume_from_checkpoint=True).global_step > done
+
+
+@pytest.mark.slow
+def test_a_best_step_that_could_not_be_saved_costs_not_the_best_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, scores = shutil.disk_usage, iter((1.0, 2.0, 0.0))
+
+    class Full(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            full = write(tmp_path)._replace(free=1000) if state.global_step == 2 else write(tmp_path)
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+
+    class Mine(GRPOTrainer):
+        def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+            return {"eval_reward": next(scores)}
+
+    made = make_trainer(
+        tmp_path,
+        max_steps=3,
+        on_save_error="warn",
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=ONE,
+        metric_for_best_model="reward",
+        **SAVING,
+    )
+    trainer = Mine(
+        tiny_model(),
+        count_digits,
+        made.args,
+        made.train_dataset,
+        ONE,
+        processing_class=tiny_tokenizer(),
+        callbacks=[Full()],
+    )
+    trainer.train()
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    best = tiny_model()
+    read_weights(best, tmp_path / "checkpoint-1")
+    assert all(
+        torch.equal(one, other) for one, other in zip(best.parameters(), trainer.model.parameters(), strict=True)
+    )
+
+
+def test_a_callback_of_a_users_may_have_a_method_called_close(tmp_path: Path) -> None:
+    """It was called before the last records were logged."""
+
+    class Writes(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.file = (tmp_path / "mine.txt").open("w")
+
+        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.file.write("logged\n")
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.close()
+
+        def close(self) -> None:
+            self.file.close()
+
+    make_trainer(tmp_path / "run", max_steps=1, callbacks=[Writes()]).train()
+    assert (tmp_path / "mine.txt").read_text() == "logged\n" * 2
+
+
+def test_a_run_folder_is_not_changed_under_a_trainer(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "a", max_steps=1)
+    trainer.args.output_dir = str(tmp_path / "b")
+    with pytest.raises(ConfigError, match=r"args\.output_dir was changed to .*/b' after the trainer was built"):
+        trainer.train()

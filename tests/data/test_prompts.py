@@ -217,3 +217,22 @@ def test_a_picture_under_any_name_is_refused_in_datasets_and_streams() -> None:
     for given in (dataset, dataset.to_iterable_dataset()):
         with pytest.raises(DataError, match="column 'photo' of images"):
             check_dataset(given, "eval_dataset")
+
+
+def test_what_a_checkpoint_tells_runs_apart_by_does_not_move_a_stream() -> None:
+    """Every checkpoint read the stream again up to where it was."""
+    read: list[str] = []
+
+    class Rows:
+        def __iter__(self) -> Any:
+            for row in examples(50):
+                read.append(row["prompt"])
+                yield row
+
+    source = StreamedPrompts(Rows())
+    first = source.take(0, 2)
+    for position in range(2, 42, 4):
+        source.take(position, 4)
+        assert source.take(0, 2) == first
+    assert len(read) == 42
+    assert [row["prompt"] for row in source.take(0, 3)] == ["p0", "p1", "p2"]

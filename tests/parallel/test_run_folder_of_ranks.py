@@ -1,5 +1,6 @@
 """Two ranks share a run folder: one writes, a signal on one ends both, and what one refuses ends both."""
 
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.trainers.helpers import make_trainer, weights
 from tests.training.test_interrupts import At
 
+
+def noisy(completions: list[str], **_: Any) -> list[float]:
+    """Draws random numbers, as many as the texts say, so that the ranks' generators part."""
+    return [sum(random.random() for _ in range(1 + len(text) % 3)) for text in completions]
+
+
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 9}
+SETTINGS |= {"reward_funcs": noisy}
 
 
 def end_of(trainer: Any, resume: bool = False) -> str:
