@@ -388,9 +388,6 @@ def _even(items: Sequence[int], pieces: int) -> list[list[int]]:
     return [list(items[start:end]) for start, end in pairwise(starts)]
 
 
-# ------------------------------------------------------------------ stored rows
-
-
 def token_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry, *, packs: bool) -> UpdateWork:
     """Returns the shape of rows of tokens; those of a prompt may be packed, or read by an encoder, together."""
     owners = tuple(trajectory.condition_of_row[row] for row in rows)
@@ -450,9 +447,6 @@ def step_micro_batches(
         for places, chosen in cut_columns(len(rows), trajectory.counted_columns if columns is None else columns, tokens)
     ]
     return [MicroBatchGroup(batches, None)] if batches else []
-
-
-# ------------------------------------------------------------------ order
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ _MOVING = ".moving.json"
 _DRAFT, _READY, _NAMES = ".weights.part", ".weights.new", ".names"
 """Weights being written, and written whole but not yet in their place; the second holds all their names."""
 _CARD = "README.md"  # written beside an adapter; one that is there is the user's
-_STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
+_STRAY = re.compile(rf"\.({PREFIX}\d+|weights)\.(part|old)|\.push-\w+|\.(run|monitor(-\d+)?|\.moving)\.json\.\d+")
 """Names of what a killed run leaves half written."""
 _LOGS = (
     *("run.json", "steps.jsonl", "metrics.jsonl", "memory.jsonl", "monitor.json", "monitor-[0-9]*.json"),

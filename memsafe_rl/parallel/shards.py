@@ -128,8 +128,6 @@ class ShardedWeights:
             register_fsdp_forward_method(root, _FORWARD)
             root._get_fsdp_state()._lazy_init()  # else the first block to run would take itself for a root
 
-    # ------------------------------------------------------------------ whole weights
-
     @contextmanager
     def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:
         """Holds a network's weights whole, and no other's, during passes without gradient; all ranks enter it."""
@@ -164,8 +162,6 @@ class ShardedWeights:
 
     def _root_of(self, network: nn.Module) -> Any:
         return next((module for module in network.modules() if module in self._roots), None)
-
-    # ------------------------------------------------------------------ rounds
 
     def forward_of(self, network: nn.Module) -> Run:
         """Returns what runs the forward of a network's trunk and head as one forward of what FSDP2 holds together."""
@@ -278,8 +274,6 @@ class ShardedWeights:
             for weight in group.fsdp_params:  # a gathering that broke off between its buffers counts as none
                 if hasattr(weight, "_unsharded_param"):
                     weight.free_unsharded_param()
-
-    # ------------------------------------------------------------------ gradients and checkpoints
 
     def total_norm(self, norms: Callable[[], tuple[float, float]], repeat: Repeat) -> float:
         """Joins the norms of all ranks' parts, and that of the gradients that all have whole."""

@@ -291,8 +291,6 @@ class Probe:
         )
         return setup.advantages.placeholder(laid, unsure)
 
-    # ------------------------------------------------------------------ a rollout
-
     @property
     def work(self) -> RolloutWork:
         """The shape of a rollout of the longest prompts."""
@@ -398,8 +396,6 @@ class Probe:
         # Rows that are decoded in waves, each with its own prompt, are forecast as padded ones, whatever their lengths.
         known = longest if self._adapter.joins else replace(longest, longest_prompts=())
         return Prompts((), (), known.prompts(count))
-
-    # ------------------------------------------------------------------ scoring and updates
 
     def score(self, trajectory: Trajectory, tile: int) -> None:
         """Scores the slices that may hold most, of every pass before an update, with the tile of the one before."""

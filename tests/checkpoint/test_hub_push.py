@@ -86,6 +86,7 @@ def test_saves_are_uploaded_as_the_strategy_says(hub: Hub, strategy: str, places
     trainer = make_trainer(tmp_path, hub_strategy=strategy, hub_token="hf_secret", save_total_limit=1, **settings)
     assert hub.repos == [("me/mine", True)]
     assert (hub.branches, hub.tokens) == (["next"], ["hf_secret"])
+    (tmp_path / ".push-of_1_that_was_killed").mkdir()
     trainer.train()
     assert [commit["path_in_repo"] for commit in hub.commits] == places
     for commit in hub.commits:

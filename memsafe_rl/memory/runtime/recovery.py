@@ -278,9 +278,6 @@ def empty_caches() -> None:
         device.empty_cache()
 
 
-# ------------------------------------------------------------------ autograd's queues
-
-
 def prepare_device(device: torch.device) -> None:
     """Has cuBLAS take its tens of MiB for each thread before weights are loaded, and makes `flush_autograd`'s graph."""
     if device.type == "cpu":
@@ -311,9 +308,6 @@ def flush_autograd() -> None:
         torch.autograd.backward(torch.zeros((), requires_grad=True) * 1.0)
         for leaf, view, gradient in _FLUSHES.values():
             torch.autograd.grad(view, leaf, gradient, retain_graph=True)
-
-
-# ------------------------------------------------------------------ random state
 
 
 class RandomState(NamedTuple):

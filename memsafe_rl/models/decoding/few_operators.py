@@ -35,9 +35,6 @@ _FUNCTION = "apply_rotary_pos_emb"
 _PARAMETERS = ["q", "k", "cos", "sin", "unsqueeze_dim"]
 
 
-# ------------------------------------------------------------------ norms
-
-
 def norms_of(network: nn.Module) -> tuple[nn.Module, ...]:
     """Finds the modules of a network that do what `short_norms` puts in their place."""
     return tuple(module for module in network.modules() if _is_norm(module))
@@ -96,9 +93,6 @@ def _is_root_mean_square(kind: Any) -> bool:
             if not torch.allclose(kind.forward(norm, hidden), short, rtol=1e-6, atol=1e-6):
                 return False
     return True
-
-
-# ------------------------------------------------------------------ rotary positions
 
 
 def rotations_of(network: nn.Module) -> tuple[ModuleType, ...]:

@@ -111,8 +111,6 @@ class Gathering:
             block.register_forward_hook(self._ends(units, place))
         return _Unit(weight for weight in network.parameters() if id(weight) not in inside)
 
-    # ------------------------------------------------------------------ phases
-
     def enter_phase(self, phase: Phase) -> None:
         """Gathers what a phase holds throughout."""
         self._phases.append(phase)
@@ -149,8 +147,6 @@ class Gathering:
             self._drop("gradients")
         finally:
             self._whole = None
-
-    # ------------------------------------------------------------------ blocks
 
     def _begins(self, units: Sequence[_Unit], place: int) -> Any:
         def gather(block: nn.Module, args: tuple[Any, ...]) -> None:

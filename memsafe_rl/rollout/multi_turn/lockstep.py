@@ -190,8 +190,6 @@ class EpisodeBatch:
     def _room(self, one: LiveEpisode) -> int:
         return self._table.limits.room(one.first_tokens, len(one.context))
 
-    # ------------------------------------------------------------------ agents and environments
-
     def agents_speak(self) -> None:
         """Has agents and environments take turns until every live episode waits for its user or is over."""
         while speaking := [one for one in self._all if one.ending is None and not one.users_turn]:
@@ -257,8 +255,6 @@ class EpisodeBatch:
         if self._room(one) < 1:
             one.context, one.messages, one.opening = before
             one.ending = Ending.CONTEXT
-
-    # ------------------------------------------------------------------ users
 
     def users_speak(self) -> None:
         """Has every user answer whose agent waits for it."""

@@ -312,9 +312,6 @@ class GroupAdvantages:
         """Has nothing to restore."""
 
 
-# ------------------------------------------------------------------ by groups, for each objective
-
-
 def advantages_by_objective(
     rewards_BF: Tensor,
     names: Sequence[str],
@@ -346,9 +343,6 @@ def reward_metrics(objectives: Sequence[Objective], advantages: AdvantageResult)
         metrics[f"objectives/{objective.name}/reward"] = known.mean().item() if known.numel() else math.nan
         metrics[f"objectives/{objective.name}/scored"] = known.numel() / max(1, part.rewards_B.numel())
     return metrics
-
-
-# ------------------------------------------------------------------ beside groups
 
 
 def leave_one_out_advantages(config: RLOOConfig) -> GroupAdvantages:

@@ -66,9 +66,6 @@ def with_objectives(terms: StepTerms, trajectory: Trajectory, rows: Sequence[int
     return replace(terms, denominators=whole, objectives=tuple(parts))
 
 
-# ------------------------------------------------------------------ beta
-
-
 class BetaControl(NamedTuple):
     """Where the steering of an objective's beta stands."""
 
@@ -90,9 +87,6 @@ def steered(control: BetaControl, objective: Objective, kl: float) -> BetaContro
     return BetaControl(min(most, max(least, control.beta * (lower if middle < low else higher))))
 
 
-# ------------------------------------------------------------------ what is logged
-
-
 def gradient_metrics(
     objectives: Sequence[Objective], gram_KK: Sequence[Sequence[float]], coefficients_K: Sequence[float], scale: float
 ) -> dict[str, float]:
@@ -105,9 +99,6 @@ def gradient_metrics(
     for (i, j), cosine in cosines(gram_KK).items():
         metrics[f"objectives/cosine/{objectives[i].name}/{objectives[j].name}"] = cosine
     return metrics
-
-
-# ------------------------------------------------------------------ one gradient of several
 
 
 Accumulate = Callable[..., tuple["Rollout", StepGradient]]
@@ -194,9 +185,6 @@ def _coefficients(
     orders = merge_orders(len(weights), config.seed, step)
     gram_KK = torch.tensor(gram, dtype=torch.float64)
     return merge_weights(gram_KK, weights_K=weights, **config.merge_settings(), orders=orders, there=there)
-
-
-# ------------------------------------------------------------------ controllers
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,6 @@ class RunLog:
             if handler is not None:
                 handler(*arguments)
 
-    # ------------------------------------------------------------------ inside a step
-
     def sampling(self, ended: int, total: int) -> None:
         """Tells progress bars how many of a rollout's completions have ended."""
         self.call_own_event("on_sampling", ended, total)
@@ -199,8 +197,6 @@ class RunLog:
             self._memory.events.append(event)
             if self._parallel.is_main:
                 logger.warning("step %d: %s", event["step"], event["sentence"])
-
-    # ------------------------------------------------------------------ records
 
     def log(self, state: RunState, logs: Mapping[str, Any]) -> None:
         """Adds a record to `log_history` and hands it to the callbacks."""

@@ -121,9 +121,6 @@ def _missing(optimizer: torch.optim.Optimizer, group: Group, parameter: nn.Param
     return {}
 
 
-# ------------------------------------------------------------------ parking
-
-
 class _Moved(NamedTuple):
     """Where a parked tensor stands in the state, and the device it came from."""
 
@@ -173,9 +170,6 @@ class OptimizerOffload:
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.nbytes >= _LEAST_BYTES and not getattr(value, "is_paged", False):
                     yield state, name
-
-
-# ------------------------------------------------------------------ snapshots
 
 
 class Snapshot:
@@ -258,8 +252,6 @@ def _remember_parts(value: Any, parts: Mapping[Any, Restore]) -> Restore:
     return restore
 
 
-# ------------------------------------------------------------------ parts of divided weights
-
 Change = Callable[[Any, nn.Parameter], Any]
 """What is made of a value that is kept for a part."""
 
@@ -314,9 +306,6 @@ class LocalParts:
 def _part_of(weight: nn.Parameter) -> nn.Parameter:
     local = local_part(weight)
     return weight if local is weight else nn.Parameter(local, requires_grad=weight.requires_grad)
-
-
-# ------------------------------------------------------------------ what is stepped on
 
 
 @dataclass(frozen=True)
