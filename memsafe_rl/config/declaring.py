@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import operator
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,8 @@ def read(name: str, value: Any, hint: Any) -> Any:
     value = value.item() if getattr(value, "shape", None) == () else value  # a number of numpy's or torch's
     kinds = get_args(hint) if get_origin(hint) not in (list, tuple, dict) and get_args(hint) else (hint,)
     plain = {get_origin(kind) or kind: kind for kind in kinds}
+    if isinstance(value, os.PathLike) and str in plain:
+        value = os.fspath(value)
     if isinstance(value, str):
         return _read_text(name, value, plain)
     if value is None and NoneType in plain:
@@ -233,6 +236,8 @@ class Setting:
         if isinstance(key, (str, bool, type(None))):
             plain = self.spellings.get(key, plain)
         result = read(told, plain, self.hint)
+        if result is None:
+            result = self.spellings.get(None)  # as a text that stands for none
         for number in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(number, (int, float)):  # without a range of its own it must still be finite
                 check_in(told, number, self.range or Range())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,9 @@ def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[in
     prompts, completions, logprobs = (extra.pop(name) for name in _NEEDED)
     masks = extra.pop("env_mask", None)
     for name, values in zip((*_NEEDED, "env_mask"), (prompts, completions, logprobs, masks), strict=True):
-        if values is not None and len(values) != rows:
-            raise unusable("rollout_func/count", count=len(values), name=name, rows=rows)
+        count = len(values) if isinstance(values, Sized) else f"a {type(values).__name__} of no"
+        if values is not None and count != rows:
+            raise unusable("rollout_func/count", count=count, name=name, rows=rows)
     ids = [_ids("completion_ids", row, tokens, vocab_size) for row, tokens in enumerate(completions)]
     scores = [_logprobs(row, None if logprobs is None else logprobs[row], len(ids[row])) for row in range(rows)]
     drawn = [
@@ -93,17 +94,27 @@ def _ids(name: str, row: int, tokens: Sequence[int], vocab_size: int) -> Tensor:
 
 
 def _logprobs(row: int, values: Sequence[float | None] | None, length: int) -> Tensor:
-    known = [None] * length if values is None else list(values)
-    if len(known) != length or any(isinstance(value, (list, tuple)) for value in known):
+    known: list[Any] = [None] * length if values is None else list(values)
+    numbers = _numbers(math.nan if value is None else value for value in known)
+    if numbers is None or len(numbers) != length:
         raise unusable("rollout_func/logprobs", row=row, length=length, count=len(known), first=known[:1])
-    for place, value in enumerate(known):
-        if value is not None and not -math.inf < float(value) <= _ROUNDING:
-            raise unusable("rollout_func/logprob", row=row, place=place, value=float(value))
-    return torch.tensor([math.nan if value is None else float(value) for value in known], dtype=torch.float32)
+    for place, number in enumerate(numbers):
+        if not (math.isnan(number) and known[place] is None) and not -math.inf < number <= _ROUNDING:
+            raise unusable("rollout_func/logprob", row=row, place=place, value=number)
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def _mask(row: int, values: Sequence[int], length: int) -> Tensor:
-    entries = [float(value) for value in values]
-    if len(entries) != length or any(value not in (0.0, 1.0) for value in entries):
-        raise unusable("rollout_func/env_mask", row=row, length=length, count=len(entries), first=entries[:8])
+    entries = _numbers(values)
+    if entries is None or len(entries) != length or any(value not in (0.0, 1.0) for value in entries):
+        count, first = (0, values) if entries is None else (len(entries), entries[:8])
+        raise unusable("rollout_func/env_mask", row=row, length=length, count=count, first=first)
     return torch.tensor(entries, dtype=torch.uint8)
+
+
+def _numbers(values: Any) -> list[float] | None:
+    """Reads values as numbers; None where they are none."""
+    try:
+        return [float(value) for value in values]
+    except (TypeError, ValueError):
+        return None

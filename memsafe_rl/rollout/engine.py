@@ -61,6 +61,7 @@ class EngineCapabilities:
 
     # whether log-probs come from other kernels, another copy of the weights or a rounded cache: the loss corrects them
     is_external: bool = False
+    compares_filtered: bool = False  # whether log-probs after filters are corrected too, as TRL corrects vLLM's
     kv_retention: bool = False  # whether a scope keeps keys and values between turns; memory plans make room then
     int8_cache: bool = False  # whether `RolloutEngine.round_cache` works
     resumes_completions: bool = False  # whether `Generate` takes ``begun``

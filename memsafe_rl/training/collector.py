@@ -115,6 +115,7 @@ class Collector:
                     masks_truncated=self._config.mask_truncated_completions,
                     needs_whole=not self._setup.advantages.joins_sequences,
                     with_turns=self._setup.advantages.needs.turns,
+                    filtered=self._setup.engine.supports.compares_filtered,
                 )
             trajectory = scorer.with_sources(trajectory)
             trajectory = scorer.score_unrewarded(trajectory, later_rows, external=samples.external)

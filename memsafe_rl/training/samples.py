@@ -136,9 +136,9 @@ class Rollout:
 
 
 def build_trajectory(
-    samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False
+    samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False, filtered: bool = False
 ) -> Trajectory:
-    """Stores samples as a trajectory that has no advantages yet."""
+    """Stores samples as a trajectory that has no advantages yet; ``filtered`` log-probs stand in for unknown ones."""
     pieces, sample_of_row = _sequences(samples)
     cut = [masks_truncated and not piece.completion.finished for piece in pieces]
     masks = [torch.zeros_like(one.mask) if gone else one.mask for one, gone in zip(pieces, cut, strict=True)]
@@ -154,7 +154,7 @@ def build_trajectory(
         condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),
         actions=Ragged.from_rows([piece.completion.ids for piece in pieces]),
         loss_mask=Ragged.from_rows(masks),
-        sampling_logprobs=Ragged.from_rows([piece.completion.logprobs for piece in pieces]),
+        sampling_logprobs=Ragged.from_rows([_compared(piece.completion, filtered=filtered) for piece in pieces]),
         advantages=torch.zeros(len(pieces)),
         group_of_row=tuple(sample // samples.group_size for sample in sample_of_row),
         finished=tuple(piece.completion.finished for piece in pieces),
@@ -164,6 +164,12 @@ def build_trajectory(
         turns=tuple(piece.turns for piece in pieces) if with_turns else (),
         prefixes=sort_by_tokens([torch.cat([one.condition, one.completion.ids]) for one in pieces]) if split else (),
     )
+
+
+def _compared(completion: Completion, *, filtered: bool) -> Tensor:
+    """Returns what the sampler's tokens are compared by: top-k and other filters part no sampler from its model."""
+    own = completion.model_logprobs
+    return completion.logprobs if filtered and bool(own.isnan().any()) else own
 
 
 def with_advantages(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:

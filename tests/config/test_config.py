@@ -356,6 +356,8 @@ def test_attributes_are_guarded_like_arguments() -> None:
         ("pad_to_multiple_of", "auto", "auto"),
         ("memory_budget", "16GiB", "16GiB"),
         ("memory_budget", None, "auto"),
+        ("memory_budget", "", "auto"),
+        ("output_dir", Path("runs/one"), "runs/one"),
         ("memory_budget", 2**34, 2**34),
         ("memory_budget", "80%", "80%"),
         ("allow_lossy", [], ()),

@@ -227,6 +227,8 @@ class LadderPolicy(MemoryPolicy):
     pack_prompts: bool | None = None
 
     def __post_init__(self) -> None:
+        check_plan(self.rollout, RolloutPlan)
+        check_plan(self.update, UpdatePlan)
         fallbacks_named(self.fallbacks, Phase.UPDATE)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:

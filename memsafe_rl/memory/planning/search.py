@@ -256,8 +256,8 @@ when `allow_lossy` names it."""
 
 def fallbacks_named(names: Sequence[str], phase: Phase) -> tuple[Fallback, ...]:
     """Picks the fallbacks of a phase, in the order of the names."""
-    if isinstance(names, str):
-        raise ConfigError(f"fallbacks is the text {names!r}; give a tuple of names, such as ({names!r},).")
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ConfigError(f"fallbacks is {names!r}; give a tuple of names, such as ({LOSSLESS[0]!r},).")
     for name in names:
         if name in LOSSY:
             raise ConfigError(f"Fallback {name!r} changes the task, which no plan can; list it in allow_lossy instead.")

@@ -193,7 +193,7 @@ class VLLMEngine(ExternalEngine):
     """Draws completions with vLLM; the engine is built at the first rollout, whose plan says how large its pool is."""
 
     name = "vllm"
-    supports = EngineCapabilities(is_external=True)
+    supports = EngineCapabilities(is_external=True, compares_filtered=True)
     _honours = HONOURED
 
     def __init__(

@@ -50,6 +50,7 @@ class Servers:
         self._step: int | None = None
         self._weights: tuple[Path, str] | None = None  # folder and label of the newest weights written
         self._probe: list[float] = []  # what the model itself says of the probe under them
+        self._next = torch.zeros(0)  # and its logits of what follows
         self._met = False  # whether any server has served this run
         self._request: EngineRequest | None = None
         self._answered: dict[Row, Completion] = {}
@@ -171,13 +172,21 @@ class Servers:
         if server.version() != self._label:
             server.take(*self._whole_weights())
         label = self._label
-        given = torch.tensor(server.prompt_logprobs(self._probed_ids(), label), dtype=torch.float64)
+        temperature = self._config.temperature or 1.0  # at 0 none counts
+        found, token, drawn = server.probe(self._probed_ids(), label, temperature)
+        given = torch.tensor(found, dtype=torch.float64)
         gap = float((given - torch.tensor(self._probe, dtype=torch.float64)).abs().mean())
         if not gap <= self._tolerance:
             raise ServerError(
                 f"{server.url} says that it has the weights {label!r}, but its log-probs of a fixed prompt lie "
                 f"{gap:.3g} nats from the model's own on average, more than {self._tolerance:g}: it "
                 "dropped or kept some, or computes in another type"
+            )
+        plain, right = (float((self._next / heat).log_softmax(-1)[token]) for heat in (1.0, temperature))
+        if abs(drawn - right) > self._tolerance and abs(drawn - plain) < abs(drawn - right):
+            raise ServerError(
+                f"{server.url} gives log-probs before the temperature, {drawn:.3g} nats where its sampler had "
+                f"{right:.3g}; start it with --logprobs-mode processed_logprobs"
             )
 
     def _whole_weights(self) -> tuple[Path, str]:
@@ -198,6 +207,7 @@ class Servers:
     def _own_logprobs(self) -> list[float]:
         ids_L = torch.tensor(self._probed_ids(), device=self._adapter.device)
         logits_LV = causal_lm_of(self._adapter.model)(input_ids=ids_L[None], use_cache=False).logits[0]
+        self._next = logits_LV[-1].double().cpu()
         return list(map(float, logits_LV[:-1].float().log_softmax(-1).gather(1, ids_L[1:, None])[:, 0]))
 
     def _draw_here(
@@ -282,9 +292,8 @@ def vllm_server_engine(context: EngineContext) -> FunctionEngine:
     """Makes the engine that the configuration describes."""
     refuse_encoder(context, "use_vllm")
     servers = Servers(context, ENGINES["native"].function(context))
-    return FunctionEngine(
-        context, servers.draw, honours=FILTERS, synchronise=servers.synchronise, close=servers.close, ahead=servers
-    )
+    calls: dict[str, Any] = {"synchronise": servers.synchronise, "close": servers.close, "ahead": servers}
+    return FunctionEngine(context, servers.draw, honours=FILTERS, compares_filtered=True, **calls)
 
 
 register_engine(Engine(NAME, vllm_server_engine))

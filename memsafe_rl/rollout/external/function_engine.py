@@ -159,6 +159,8 @@ class FunctionEngine(ExternalEngine):
         close: called when the run ends or its weights are loaded; a later call begins anew.
         is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
             correct for the difference.
+        compares_filtered: whether it corrects what filters change too where ``model_logprobs`` are NaN; else such
+            tokens weigh 1.
         ahead: draws rollouts before they are due, which ``draw`` then gives; None where that cannot be.
     """
 
@@ -171,9 +173,11 @@ class FunctionEngine(ExternalEngine):
         synchronise: Callable[[int], object] = lambda _: None,
         close: Callable[[], object] = lambda: None,
         is_external: bool = True,
+        compares_filtered: bool = False,
         ahead: DrawsAhead | None = None,
     ) -> None:
-        self.name, self.supports = context.name, EngineCapabilities(is_external=is_external, ahead=ahead)
+        can = EngineCapabilities(is_external=is_external, compares_filtered=compares_filtered, ahead=ahead)
+        self.name, self.supports = context.name, can
         self._adapter, self._draw, self._honours = context.adapter, draw, PLAIN.union(honours)
         self._synchronise, self._close = synchronise, close
 

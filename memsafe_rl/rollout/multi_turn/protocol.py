@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -162,7 +163,8 @@ class Step:
             operator.index(self.failures)
         except TypeError as error:
             raise unusable("step/failures", failures=self.failures) from error
-        if not isinstance(self.reward, (int, float)) or not math.isfinite(self.reward):
+        reward: object = self.reward
+        if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
             raise unusable("step/reward", reward=self.reward)
 
 

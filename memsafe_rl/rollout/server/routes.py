@@ -62,13 +62,13 @@ class Server:
         self._call("POST", "/reset_prefix_cache")
         self._call("POST", "/resume")
 
-    def prompt_logprobs(self, ids: Sequence[int], version: str) -> list[float]:
-        """Returns the log-probs, in nats, of all tokens of a prompt but the first."""
+    def probe(self, ids: Sequence[int], version: str, temperature: float) -> tuple[list[float], int, float]:
+        """Returns the log-probs, in nats, of a prompt's tokens but the first, and of a token drawn behind them."""
         name = f"probe-{version}"
-        settings = SamplingSettings(1, ())
+        settings = SamplingSettings(1, (), temperature=temperature)
         answer = self._generate(name, ids, {**vllm_sampling(settings, seed=0), "prompt_logprobs": 0})
-        self._completion(answer, name, settings, version)
-        return self._of_prompt(answer, ids)
+        drawn = self._completion(answer, name, settings, version)
+        return self._of_prompt(answer, ids), int(drawn.ids[0]), float(drawn.logprobs[0])
 
     def model(self) -> str:
         """Returns the name of the model that the server has."""

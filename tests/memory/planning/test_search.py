@@ -497,3 +497,16 @@ def test_the_composed_policy_of_the_docs_bounds_another_ones_answer() -> None:
     assert replace(neighbour.before_update(WORK, wide), predicted_bytes={}) == replace(
         AdaptivePolicy().before_update(WORK, memory(GIB)), predicted_bytes={}
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"rollout": None}, "RolloutPlan"),
+        ({"update": 5}, "UpdatePlan"),
+        ({"fallbacks": 5}, "is 5; give a tuple"),
+    ],
+)
+def test_a_ladder_of_no_plans_is_refused_when_it_is_made(given: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        LadderPolicy(**given)

@@ -158,8 +158,11 @@ class TestTraining:
     """The trainer corrects what it learns from a rounded cache."""
 
     @pytest.mark.slow
-    def test_the_loss_is_corrected_by_importance_weights(self, tmp_path: Path) -> None:
-        trainer = make_trainer(tmp_path, cache_implementation="quantized", max_steps=1, max_completion_length=30)
+    @pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.8}])
+    def test_the_loss_is_corrected_by_importance_weights(self, tmp_path: Path, filters: dict[str, Any]) -> None:
+        """For what is rounded, not for what filters leave out: a run with top_k=20 learned nothing."""
+        settings: dict[str, Any] = {"cache_implementation": "quantized", "max_steps": 1, "max_completion_length": 30}
+        trainer = make_trainer(tmp_path, **settings, **filters)
         experience = trainer.loop.collect()
         store = experience.trajectory
         assert experience.external

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,6 +187,7 @@ def test_tools_and_environments_that_cannot_work_are_refused() -> None:
         Step(done="no")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="failures='a'"):
         Step(failures="a")  # type: ignore[arg-type]
+    assert Step(reward=np.float32(0.5)).reward == 0.5
 
 
 def test_static_and_inherited_methods_are_tools_and_class_methods_are_not() -> None:

@@ -20,6 +20,7 @@ from memsafe_rl.rollout.external.vllm_weights import is_whole, written
 from memsafe_rl.rollout.server.routes import KEY_VARIABLE
 from memsafe_rl.types import Completion, RolloutPlan
 from tests.rollout.external.common import adapter_of, keys_of, nudge, prompts_of, settings_of, small_model
+from tests.rollout.server import fake_server
 from tests.rollout.server.fake_server import FakeServer
 from tests.trainers.helpers import make_trainer
 
@@ -265,6 +266,27 @@ def test_an_answer_that_is_not_the_completion_is_refused(
     alone = engine_on(tmp_path / "alone", model, servers[0], vllm_server_fallback=False)
     with pytest.raises(MemsafeError, match="gave an answer that is refused"):
         rows_of(alone)
+
+
+def test_a_server_that_tells_log_probs_before_the_temperature_is_refused(
+    tmp_path: Path, model: Any, servers: list[FakeServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does unless it is told otherwise: three of four rows were dropped at a temperature of 0.6."""
+    drawn = fake_server.draw
+
+    def raw(model: Any, body: dict[str, Any], version: str) -> dict[str, Any]:
+        answer = drawn(model, body, version)
+        ids = torch.tensor([*body["token_ids"], *answer["choices"][0]["token_ids"]])
+        rows_LV = model(ids[None]).logits[0].detach().log_softmax(-1)
+        for place, entry in enumerate(answer["choices"][0]["logprobs"]["content"], len(body["token_ids"])):
+            entry["logprob"] = float(rows_LV[place - 1, ids[place]])
+        return answer
+
+    rows_of(engine_on(tmp_path / "processed", model, servers[0], temperature=0.6))
+    monkeypatch.setattr(fake_server, "draw", raw)
+    rows_of(engine_on(tmp_path / "alike", model, servers[0], temperature=1.0))
+    with pytest.raises(MemsafeError, match=r"before the temperature.*--logprobs-mode processed_logprobs"):
+        rows_of(engine_on(tmp_path / "raw", model, servers[0], temperature=0.6))
 
 
 @pytest.mark.slow
