@@ -184,7 +184,7 @@ class RecordLog(Sequence[Record]):
             line = {"step": int(step), "start": self._stamp["start"], **({"redone": True} if redone else {})}
             line |= {str(name): value for name, value in {**record, **beside}.items() if str(name) not in line}
             line |= {name: value for name, value in self._stamp.items() if name not in line}
-            offset = self._written().append(json.dumps(_plain(line)).encode() + b"\n")
+            offset = self._written().append(json.dumps(plain(line)).encode() + b"\n")
             if redone:
                 self._again[step] -= 1
             self._offsets.append(offset)
@@ -290,16 +290,16 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Returns a value in a form that every reader of JSON knows; numbers of numpy and torch are numbers."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if not isinstance(value, (str, int, float, bool, type(None))):
         scalar = getattr(value, "item", None)
         try:
-            return _plain(scalar()) if callable(scalar) else str(value)
+            return plain(scalar()) if callable(scalar) else str(value)
         except (RuntimeError, ValueError):
             return str(value)  # of many numbers
     return None if isinstance(value, float) and not math.isfinite(value) else value

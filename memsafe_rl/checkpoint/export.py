@@ -161,7 +161,7 @@ def export(source: str, target: str, dtype: str | None) -> Path:
     out, folder = Path(target), _with_weights(Path(source))
     refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:
-        processor, (config, model, base) = AutoProcessor.from_pretrained(folder), _loaded(folder)
+        (config, model, base), processor = _loaded(folder), AutoProcessor.from_pretrained(folder)
         model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
         processor.save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

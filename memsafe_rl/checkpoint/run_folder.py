@@ -128,6 +128,12 @@ def check_earlier(path: Path, *, overwrite: bool) -> None:
         raise refusal("output_dir/earlier", path=str(path), told=told, way=way, previous=PREVIOUS)
 
 
+def refuse_taken(path: Path) -> None:
+    """Refuses a folder in which another run is training now."""
+    if (path / _LOCK).exists():
+        _lock(path).release()
+
+
 def check_writable(path: Path, told: str = "output_dir") -> None:
     """Proves that a folder can be made and written."""
     probe = path / f".probe-{os.getpid()}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from memsafe_rl.config.declaring import Setting, declare, read, setting
 from memsafe_rl.config.settings import DECLARED
 from memsafe_rl.config.unsupported import ALIASES, REFUSED, REFUSED_ENTRIES, admit
-from memsafe_rl.errors import DataError, Refusals
+from memsafe_rl.errors import ConfigError, DataError, Refusals
 from memsafe_rl.memory.budget import check_budget
 
 refusal, unusable = Refusals(__file__), Refusals(__file__, DataError)
@@ -153,11 +154,14 @@ def read_run_file(path: Path) -> dict[str, Any]:
     refusal.when(not path.is_file(), "run_file/missing", path=str(path))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_RunFileLoader)
+        json.dumps(content, default=str)  # or it holds itself
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: {mark.get_snippet(0).splitlines()[0]!r}"
         raise refusal("run_file/line", path=path, error=error, where=where) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise refusal("run_file/text", path=path, reason=" ".join(str(error).split())) from None
     refusal.when(not isinstance(content, dict), "run_file/mapping", path=path, kind=type(content).__name__)
     return {str(name).replace("-", "_"): value for name, value in content.items()}

@@ -18,6 +18,7 @@ from memsafe_rl.cli.arguments import read_run_file, refusal
 from memsafe_rl.diagnostics.known_tensors import Configuration
 from memsafe_rl.diagnostics.oom_causes import STRANDED_SHARE, Cause, Explanation, explain_message
 from memsafe_rl.diagnostics.oom_messages import OutOfMemoryMessage, find_message
+from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
 
 DTYPES: Mapping[str, tuple[tuple[str, int], ...]] = {
@@ -81,6 +82,12 @@ def _configuration(config: str | None, dtype: str | None, sizes: Mapping[str, in
 
 
 def _read_configuration(path: Path) -> Configuration:
+    run = read_json(path / RUN_FILE) if path.is_dir() else None
+    if run is not None:  # that of a run that died has weights in its checkpoints alone
+        steps = sorted(path.glob("checkpoint-*/config.json"), key=lambda file: (len(file.parent.name), file))
+        found = next((file for file in (path / "config.json", *reversed(steps)) if file.is_file()), None)
+        network = run.get("facts", {}).get("model") if found is None else str(found.parent)
+        return _of_a_run({**run.get("config", {}), "model": network})
     if path.is_dir():
         inside = [path / name for name in ("config.json", "adapter_config.json") if (path / name).is_file()]
         inside += sorted(path.glob("*.y*ml"))
@@ -201,7 +208,7 @@ def _figures(found: Explanation) -> Table:
     share = found.stranded_share
     judged = "" if share is None else f"{share:.1%} of what PyTorch reserved"
     if share is not None:
-        judged += f", {'too much' if share >= STRANDED_SHARE else 'fine'} (limit {STRANDED_SHARE:.0%})"
+        judged += f", too much (limit {STRANDED_SHARE:.0%})" if share >= STRANDED_SHARE else ""
     budget = message.held != ()
     rows = (
         ("requested", message.requested, ""),

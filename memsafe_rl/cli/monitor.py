@@ -23,7 +23,7 @@ from memsafe_rl.diagnostics.run_figures import PHASES
 from memsafe_rl.diagnostics.status import STATUS_FILE, process_started, run_of, runs_alive, status_file
 from memsafe_rl.memory.runtime.cards import Card, CardProcess, CardsRead, read_cards
 from memsafe_rl.memory.runtime.headroom import SAFE_SHARE, Headroom, headroom_of
-from memsafe_rl.records import read_json
+from memsafe_rl.records import plain, read_json
 from memsafe_rl.units import format_bytes, format_seconds
 
 _FRESH_SECONDS = 10.0  # age of a status file from which on the run's process is checked; a live run writes every second
@@ -234,7 +234,7 @@ def as_json(view: View) -> str:
             "neighbours": [asdict(found) for found in run.neighbours(view.cards.cards)],
             "advice": advice(run, view.cards.cards),
         }
-    return json.dumps(content)
+    return json.dumps(plain(content))
 
 
 def _plain(seen: Sighting) -> dict[str, Any]:
@@ -301,7 +301,7 @@ def _progress(seen: Sighting) -> Text:
         done = f" ({sampling[0]} of {sampling[1]} completions ended)" if sampling else ""
         phase = str(status.get("phase"))
         facts.append("between phases" if phase == "load" else f"in {phase}{done}")
-    facts += [form.format(metrics[name]) for name, form in _METRICS.items() if name in metrics]
+    facts += [form.format(metrics[name]) for name, form in _METRICS.items() if metrics.get(name) is not None]
     return Text(" · ".join(facts))
 
 

@@ -25,7 +25,7 @@ from rich.text import Text
 from transformers import BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
-from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable
+from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable, refuse_taken
 from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank, refusal, unusable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.declaring import check_known, unknown
@@ -86,6 +86,7 @@ def train(run: Run, console: Console) -> None:
     """Trains, and writes the model into `output_dir`."""
     given, named = ingredients(run), run.config.output_dir
     check_writable(Path(named))
+    refuse_taken(Path(named))
     check_earlier(Path(named), overwrite=run.config.overwrite_output_dir or bool(run.config.resume_from_checkpoint))
     with device_of(run, console):
         trainer = TRAINERS[run.fields.trainer](**given)

@@ -23,6 +23,7 @@ from memsafe_rl.units import format_bytes
 
 STRANDED_SHARE = 0.15
 """Share of the reserved bytes without a tensor that counts as fragmentation."""
+_STRANDED_SHARE_IN_NEED = 0.05  # where they alone would have held the request
 
 _NEIGHBOURS_SHARE = 0.05
 _OUTSIDE_SHARE = 0.1
@@ -228,8 +229,9 @@ def _of_the_request(message: OutOfMemoryMessage) -> Iterator[Reason]:
         texts = {"names": names, "without": "; without them the request would fit" if decisive else ""}
         yield _because(Cause.NEIGHBOURS, decisive, "", others=format_bytes(others), total=message.total, **texts)
     share, stranded = _stranded_share(message), _count(message.stranded)
-    if share is not None and share >= STRANDED_SHARE and stranded >= 64 * 2**20:
-        fits = stranded + free >= asked
+    fits = stranded + free >= asked
+    least = _STRANDED_SHARE_IN_NEED if stranded >= asked > free else STRANDED_SHARE
+    if share is not None and share >= least and stranded >= 64 * 2**20:
         case = "FRAGMENTS" if fits else "FRAGMENTS_TOO_FEW"
         yield _because(Cause.FRAGMENTS, fits, case, stranded=message.stranded, share=share)
 

@@ -103,7 +103,8 @@ _HEADS = re.compile(
             rf"MPS backend out of memory \(MPS allocated: {_size('mps')}, other allocations: {_size('mps_other')}, max "
             rf"allowed: {_size('mps_allowed')}\)\.(?: Tried to allocate {_size('mps_requested')}(?: on \w+ pool)?)?",
             rf"Invalid buffer size: {_size('buffer')}",
-            r"Out of memory: Killed process (?P<killed>\d+) \([^)]*\)(?:[^\n]*?anon-rss:(?P<rss>\d+)kB)?",
+            r"(?i:Out of memory): Killed process (?P<killed>\d+) \([^)]*\)(?:[^\n]*?anon-rss:(?P<rss>\d+)kB)?",
+            r"(?P<event>[Dd]etected \d+ oom[-_]kill event[^\n]*)",
             r"(?:DefaultCPUAllocator|Torch): (?:can't allocate|not enough) memory: you tried to allocate "
             rf"{_size('host')}",
             r"\bposix_memalign\(&data, gAlignment, nbytes\) == 0\. 12 vs 0",
@@ -203,7 +204,7 @@ def _read(head: re.Match[str], window: str) -> dict[str, object]:
         return _facts(head, Allocator.MPS, **figures, in_use=in_use, device="MPS")
     if given["buffer"] is not None:
         return _facts(head, Allocator.MPS, requested=given["buffer"], device="MPS")
-    if given["killed"] is not None:
+    if given["killed"] is not None or given["event"] is not None:  # the kernel's own words, or Slurm's
         resident = None if given["rss"] is None else Printed(int(given["rss"]) * 1024)
         return _facts(head, Allocator.KERNEL, allocated=resident, device="host")
     if given["vllm"] is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from memsafe_rl.records import read_json
+from memsafe_rl.records import plain, read_json
 
 METRICS_FILE = "metrics.jsonl"
 """What was logged, averaged over `logging_steps`, evaluations and totals included."""
@@ -40,7 +40,7 @@ def status_file(rank: int = 0) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces a file by JSON atomically, so that readers never see it half written."""
-    replace_text(path, json.dumps(content, default=plain_number))
+    replace_text(path, json.dumps(plain(content)))
 
 
 def replace_text(path: Path, text: str) -> None:

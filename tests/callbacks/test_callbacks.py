@@ -145,7 +145,7 @@ def test_the_bar_bears_the_algorithms_name(tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200, force_terminal=True)
     bar, state = ProgressBar(console), TrainerState(max_steps=3)
     bar.on_train_begin(PPOConfig(str(tmp_path), report_to="none", use_cpu=True), state, None)
-    bar.close()
+    bar.on_run_closed()
     assert "PPO" in text_of(console)
     assert "GRPO" not in text_of(console)
 

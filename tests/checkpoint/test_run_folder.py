@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from memsafe_rl.checkpoint.run_folder import claim
+from memsafe_rl.checkpoint.run_folder import claim, refuse_taken
 from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.checkpoint.weights import read_weights
 from memsafe_rl.errors import ConfigError, DamagedCheckpointError, SaveError
@@ -112,7 +112,10 @@ def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:
     held = claim(tmp_path, None)
     with pytest.raises(ConfigError, match=rf"another run is training \(process {os.getpid()} on .*{held.mark.run_id}"):
         make_trainer(tmp_path).train()
+    with pytest.raises(ConfigError, match="another run is training"):  # as the command says before it loads weights
+        refuse_taken(tmp_path)
     held.release()
+    refuse_taken(tmp_path)
     make_trainer(tmp_path, max_steps=1).train()
 
 

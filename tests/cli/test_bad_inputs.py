@@ -245,6 +245,11 @@ def test_run_files(entries: dict[str, Any], told: str, tmp_path: Path) -> None:
         ("just words", "holds str, not names and values. Write lines 'name: value'."),
         ("seed: 1\nseed: 2\n", "'seed' stands twice | line 2 | Remove one"),
         ("null: 3\n", "There is no setting 'None'."),
+        ("run_name: 2024-13-45\n", "month must be in 1..12"),
+        ("seed: !!int abc\n", "invalid literal for int"),
+        ("seed: !!bool abc\n", "'abc'"),
+        ("peft: &a {x: *a}\n", "Circular reference"),
+        (f"peft: {'[' * 3000}\n", "recursion"),
     ],
 )
 def test_run_files_that_are_none(text: str, told: str, tmp_path: Path) -> None:

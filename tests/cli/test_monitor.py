@@ -236,7 +236,7 @@ def test_a_phase_that_lasts_is_seen_while_it_lasts(tmp_path: Path) -> None:
             wait_for(lambda: (read_json(tmp_path / STATUS_FILE) or {})["phase"] == "update", 5)
             wait_for(lambda: (read_json(tmp_path / STATUS_FILE) or {})["allocated_bytes"] == 4000, 5)
             found = read_json(tmp_path / STATUS_FILE) or {}
-        status.close()
+        status.on_run_closed()
     assert kept.numel() == 1000
     assert found["sampling"] == [3, 8]
     assert (found["step"], found["max_steps"], found["failures"]) == (2, 7, 1)
@@ -263,7 +263,7 @@ def test_a_folder_that_vanishes_ends_the_status_and_not_the_run(tmp_path: Path) 
     status._thread.join(5)
     assert not status._thread.is_alive()
     status.on_progress(1, {"reward": 1.0})
-    status.close()
+    status.on_run_closed()
 
 
 def test_refusals_of_a_simulated_device_count_as_out_of_memory_errors(tmp_path: Path) -> None:
@@ -486,3 +486,12 @@ def test_a_process_has_a_number_above_0() -> None:
     found = RUNNER.invoke(app, ["monitor", "--pid", "-1"])
     assert found.exit_code == 2
     assert "--pid" in found.stderr
+
+
+def test_a_metric_that_is_no_number_leaves_valid_json_and_a_readable_screen(tmp_path: Path) -> None:
+    """Rewards that nobody gave are NaN, which JSON does not know."""
+    write_json(tmp_path / "monitor.json", alive_status(metrics={"reward": float("nan"), "step_time": 1.5}))
+    text = (tmp_path / "monitor.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["metrics"] == {"reward": None, "step_time": 1.5}
+    assert "step 3 of 9" in shown(View(CardsRead((), "none"), (Sighting(json.loads(text), 0.0, Liveness.ALIVE),)))

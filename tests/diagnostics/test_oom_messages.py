@@ -328,6 +328,9 @@ def _wrapped(text: str, width: int) -> list[str]:
         ("RuntimeError: Triton Error [CUDA]: out of memory", Allocator.DRIVER),
         ("NCCL error in: x.cpp:1, Cuda failure 2 'out of memory'", Allocator.LIBRARY),
         ("[1] Out of memory: Killed process 77 (python) total-vm:9kB, anon-rss:1048576kB, x", Allocator.KERNEL),
+        ("[1] Memory cgroup out of memory: Killed process 77 (python) total-vm:9kB", Allocator.KERNEL),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch. Some of the tasks", Allocator.KERNEL),
+        ("slurmstepd: error: Detected 2 oom-kill event(s) in step 1.0 cgroup.", Allocator.KERNEL),
         ("std::bad_alloc", Allocator.HOST),
         (
             "Free memory on device (8.92/23.68 GiB) on startup is less than desired GPU memory utilization",
@@ -399,6 +402,30 @@ def test_sizes_come_from_a_configuration(tmp_path: Path, kind: str) -> None:
     found = json.loads(invoke("-", "--json", "--config", given, input=CASE).output)
     shape = "32 x 252 x 40,960" if kind == "run file" else "B*T = 8,064"
     assert found["tensors"][0]["shape"].startswith(shape)
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_sizes_come_from_the_folder_of_a_run_dead_or_over(tmp_path: Path, is_over: bool) -> None:
+    network = {"vocab_size": 40_960, "d_model": 768, "num_heads": 12, "num_layers": 10, "d_ff": 3072, "d_kv": 64}
+    for folder, vocab in (("checkpoint-9", 11), ("checkpoint-10", 40_960), ("", 40_960))[: 3 if is_over else 2]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps({**network, "vocab_size": vocab}))
+    settings = {"per_device_train_batch_size": 32, "max_completion_length": 252}
+    (tmp_path / "run.json").write_text(json.dumps({"facts": {"model": "no/such"}, "config": settings}))
+    found = json.loads(invoke("-", "--json", "--config", tmp_path, input=CASE).output)
+    assert found["tensors"][0]["shape"].startswith("32 x 252 x 40,960")
+
+
+def test_small_pieces_of_a_large_card_come_first_where_they_were_enough() -> None:
+    """11.8 % of 79 GiB are sixteen times the request: the batch was called too large for the card."""
+    text = (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 594.00 MiB. GPU 0 has a total capacity of 79.11 GiB of "
+        "which 90.00 MiB is free. Including non-PyTorch memory, this process has 79.00 GiB memory in use. Of the allocated "
+        "memory 69.20 GiB is allocated by PyTorch, and 9.30 GiB is reserved by PyTorch but unallocated."
+    )
+    found = json.loads(invoke("-", "--json", input=text).output)
+    assert found["reasons"][0]["cause"] == "stranded memory"
+    assert "fine" not in invoke("-", input=text).output
 
 
 def test_a_known_name_needs_no_file(tmp_path: Path) -> None:
