@@ -44,8 +44,7 @@ def write_weights(model: Any, tokenizer: Any, folder: Path, weights: Weights | N
         model.save_pretrained(folder, state_dict=weights)
     else:
         folder.mkdir(parents=True, exist_ok=True)
-        held = model if weights is None else SimpleNamespace(state_dict=lambda: weights)
-        save_model(held, str(folder / _PLAIN))
+        save_model(model if weights is None else SimpleNamespace(state_dict=lambda: weights), str(folder / _PLAIN))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

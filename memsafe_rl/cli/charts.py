@@ -107,8 +107,7 @@ def draw(steps: Sequence[float], plot: Plot) -> Markup:
     ticks = y_ticks(min(0.0, low) if plot.from_zero else low, top, binary=plot.binary)
     figure, axes = _axes(edges, ticks, plot.write)
     if plot.stacked:
-        floor = np.cumsum(values, axis=0) - values
-        for one, layer, base in zip(plot.series, values, floor, strict=True):
+        for one, layer, base in zip(plot.series, values, np.cumsum(values, axis=0) - values, strict=True):
             axes.stairs(base + layer, edges, baseline=base, fill=True, color=_INK[f"c{one.color}"], alpha=0.88)
     else:
         for one, line in zip(plot.series, values, strict=True):
@@ -357,10 +356,9 @@ def _with_bands(plot: Plot, objectives: Any) -> Plot:
     for one in plot.series:
         settings = objectives.get(one.label)
         band = settings.get("kl_band") if isinstance(settings, Mapping) else None
-        bounds = [number(bound) for bound in band] if isinstance(band, Sequence) else []
         bands += [
             Series(f"band of {one.label}", [at] * len(one.values), one.color, dashed=True)
-            for at in bounds
+            for at in ([number(bound) for bound in band] if isinstance(band, Sequence) else [])
             if at is not None
         ]
     return Plot(plot.title, [*plot.series, *bands], plot.write, from_zero=plot.from_zero)

@@ -384,11 +384,10 @@ def _about_others(runs: Sequence[tuple[int, str]]) -> RenderableType:
 def _about_cards(view: View) -> RenderableType:
     run = view.run
     if not view.cards.cards:
-        kind = "" if run is None else str(run.device.get("kind"))
         counted = {
             "simulated": " The run's figures are those of a simulated device.",
             "host": " The run's figures are those of host memory.",
-        }.get(kind, "")
+        }.get("" if run is None else str(run.device.get("kind")), "")
         return Text(f"\nNo card: {view.cards.source}.{counted}", style="dim")
     titles = ("card", "name", "capability", "total", "used", "free", "busy", "processes")
     table = _table(*titles, left=("card", "name", "processes"), no_wrap=False)

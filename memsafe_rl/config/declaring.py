@@ -56,8 +56,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
-        below = value < self.high if self.open_high else value <= self.high
-        return above and below and _is_finite(value)
+        return above and (value < self.high if self.open_high else value <= self.high) and _is_finite(value)
 
     def __str__(self) -> str:
         bounds = []

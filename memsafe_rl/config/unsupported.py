@@ -39,8 +39,7 @@ def _written(value: Any) -> str:
 def _read_section(section: Mapping[str, Any]) -> dict[str, Refusal]:
     refusals = {}
     for entry in section["refused"]:
-        harmless = {**entry.get("harmless", {}), **{name: [] for name in entry.get("names", ())}}
-        for name, values in harmless.items():
+        for name, values in {**entry.get("harmless", {}), **{name: [] for name in entry.get("names", ())}}.items():
             off = (*section["always"], *(values if isinstance(values, list) else [values]))
             flags = {flag: entry.get(flag, False) for flag in ("draws_otherwise", "taken")}
             refusals[name] = Refusal(entry["reason"], entry.get("remedy", ""), off, **flags)

@@ -155,12 +155,11 @@ class EnvironmentPool:
             self._check_loss()
         with host_memory():
             whole = [_joined(episode.segments) for episode in episodes]
-        own = {ENVIRONMENTS: [_own(episode.environment) for episode in episodes]} if self.has_environments else {}
         return ExternalRollout(
             conditions=[one.condition for one in whole],
             completions=[one.completion for one in whole],
             masks=[one.mask for one in whole],
-            extra=own,
+            extra={ENVIRONMENTS: [_own(episode.environment) for episode in episodes]} if self.has_environments else {},
             external=external,
             pieces=[episode.segments for episode in episodes],
             prompts=[_seen(episode.prompt, episode) for episode in episodes],

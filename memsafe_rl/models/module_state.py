@@ -267,8 +267,7 @@ def _masked(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             masked = bias.contiguous()
         else:  # written once, as it will lie: the bias has its heads innermost, which kernels would copy, each time
             kind = bias.dtype if seen.dtype is torch.bool else torch.result_type(bias, seen)
-            rows = seen.shape[0] if seen.dim() == bias.dim() else 1
-            masked = bias.new_empty((rows, *bias.shape[1:]), dtype=kind)
+            masked = bias.new_empty((seen.shape[0] if seen.dim() == bias.dim() else 1, *bias.shape[1:]), dtype=kind)
             if seen.dtype is torch.bool:
                 torch.where(seen, bias, bias.new_full((), torch.finfo(kind).min), out=masked)
             else:

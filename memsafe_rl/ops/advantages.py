@@ -388,8 +388,7 @@ def _centred(values: Tensor, shares: Tensor | None = None) -> Tensor:
         if shares is None
         else (values.nan_to_num(nan=0.0) * shares).sum(-1, keepdim=True)
     )
-    differences = values - mean
-    return differences.masked_fill(_all_equal(values) & ~values.isnan(), 0.0)
+    return (values - mean).masked_fill(_all_equal(values) & ~values.isnan(), 0.0)
 
 
 def _nanstd(values: Tensor) -> Tensor:

@@ -68,8 +68,7 @@ def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None
     Returns:
         (..., O), in autocast's type where autocast is on, else in the type of the inputs.
     """
-    rows_MK = inputs.reshape(-1, inputs.shape[-1])
-    parts = (rows_MK, weight_OK, bias_O)
+    parts = (inputs.reshape(-1, inputs.shape[-1]), weight_OK, bias_O)
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in parts):
         out_MO: Tensor = _TiledLinear.apply(*parts)  # type: ignore[no-untyped-call]
     else:

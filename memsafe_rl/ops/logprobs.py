@@ -186,8 +186,7 @@ class _LinearScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         logprobs_M, log_sums_M, entropies_M = _empty_scores(tokens_M, recipe.wide_dtype, recipe.with_entropy)
-        kept = (recipe.keeps_slopes, False, False)
-        slopes = _HeadGradients(kept, hidden_MD, weight_VD, bias_V, recipe)
+        slopes = _HeadGradients((recipe.keeps_slopes, False, False), hidden_MD, weight_VD, bias_V, recipe)
         with torch.autocast(hidden_MD.device.type, enabled=False), charge(Component.LOGITS):
             buffer_NV = _tile_buffer(hidden_MD, weight_VD, recipe)
             for rows in _cuts(len(tokens_M), recipe.tile):

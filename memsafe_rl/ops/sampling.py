@@ -100,8 +100,7 @@ def noise_ahead(words_B: Tensor, positions_B: Tensor, vocab: int, steps: int) ->
     """
     slots = noise_slots(vocab)
     positions_TB = positions_B + torch.arange(steps, device=positions_B.device)[:, None]
-    words_TB = _hash_field(words_B, positions_TB)
-    return gumbel_noise(words_TB.flatten(), slots).view(steps, -1, slots)
+    return gumbel_noise(_hash_field(words_B, positions_TB).flatten(), slots).view(steps, -1, slots)
 
 
 def greedy_tokens(logits_BV: Tensor, *, temperature: float = 1.0) -> Draw:

@@ -147,8 +147,7 @@ class _Planned:
 
     def parted(self, setup: TrainingSetup) -> tuple[_Planned, _Planned]:
         """Parts the first step from the others, some of which may be of its shape."""
-        recurs = self.steps[0].step.times > 1 and setup.planned_steps > 1
-        others = self.steps if recurs else self.steps[1:]
+        others = self.steps if (self.steps[0].step.times > 1 and setup.planned_steps > 1) else self.steps[1:]
         return replace(self, steps=self.steps[:1]), replace(self, steps=others)
 
 

@@ -78,8 +78,7 @@ class Episodes:
         longest = max(work.prompt_tokens, default=1)
         prompts = len(work.prompt_tokens) * geometry.prompt_kv_bytes(longest)
         kept = geometry.batch_kv_bytes(prompts, work.rows, work.max_new_tokens)
-        users = Counter(batch.user_roles) if batch is not None else {}
-        for role, rows in users.items():
+        for role, rows in (Counter(batch.user_roles) if batch is not None else {}).items():
             with self._setup.roles.acting(role) as adapter:
                 own, tokens = adapter.geometry, longest + work.max_new_tokens
                 kept += rows * own.kv_bytes(min(tokens, own.max_positions or tokens))

@@ -336,8 +336,7 @@ def _collect(
             with host_memory():
                 if entry.name not in found:
                     found[entry.name] = torch.zeros(shape, dtype=values_BT.dtype)
-                where = torch.tensor(places)[:, None], torch.tensor(columns)
-                found[entry.name][where] = to_host(values_BT)
+                found[entry.name][(torch.tensor(places)[:, None], torch.tensor(columns))] = to_host(values_BT)
 
 
 @torch.no_grad()

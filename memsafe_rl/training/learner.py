@@ -136,8 +136,6 @@ class Learner:
             self._repeat(Stage.PREPARE, committer.make_state)
             _check_commit_fits(self._setup)
 
-    # ------------------------------------------------------------------ before anything is cut
-
     def rows(self, cursor: Cursor) -> list[int]:
         """Returns the samples of an optimizer step, over all ranks."""
         known = self._settings
@@ -232,8 +230,6 @@ class Learner:
         self._setup.memory.adopt(plan, UpdatePlan)
         check_packing(plan, work)
 
-    # ------------------------------------------------------------------ micro-batches
-
     def gradient(
         self,
         rollout: Rollout,
@@ -293,8 +289,7 @@ class Learner:
     def _with_old_logprobs(self, rollout: Rollout, gradient: StepGradient) -> Rollout:
         """Keeps the first update's own log-probs, detached, as the old ones of the later passes."""
         trajectory = rollout.trajectory
-        fresh = self._repeat(Stage.STORE, _fresh_logprobs, trajectory, gradient)
-        found = dict(self._setup.parallel.gather(fresh))
+        found = dict(self._setup.parallel.gather(self._repeat(Stage.STORE, _fresh_logprobs, trajectory, gradient)))
         if not found:
             return rollout
         has_old = tuple(known or row in found for row, known in enumerate(trajectory.has_old))
@@ -311,13 +306,10 @@ class Learner:
             share = self._repeat(Stage.MEASURE, loss_of_scores, trajectory, mine, terms, scored)
         return sum(self._setup.parallel.gather([share]))
 
-    # ------------------------------------------------------------------ weights
-
     def _sample_weights(self, state: RunState) -> WeightSample | None:
         """Copies some half-precision weights when it is time to check that a step moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
-        due = is_due(state.step, committer.warmup_steps, last)
-        if not due or not self._settings.watches_updates:
+        if not is_due(state.step, committer.warmup_steps, last) or not self._settings.watches_updates:
             return None
         if committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None

@@ -265,8 +265,6 @@ class TrainingLoop:
             if not self._running:
                 self.setup.return_weights()
 
-    # ------------------------------------------------------------------ when memory or the run ends
-
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
         """Returns the next lossy fallback that the user allows; several ranks would choose different ones."""
         setup = self.setup
@@ -401,10 +399,9 @@ class TrainingLoop:
     def save_checkpoint(self, *, wait: bool = True, alone: bool = False) -> None:
         """Writes what a resumed run needs, in the background only where it need not `wait`; `alone` without ranks."""
         self.files.finish()
-        progress, state = self.state.progress, self.state
-        before = progress.best_model_checkpoint
-        if progress.best_global_step == self.state.step:
-            progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), self.state.step))
+        state, before = self.state, self.state.progress.best_model_checkpoint
+        if state.progress.best_global_step == state.step:
+            state.progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), state.step))
         state.rank_randoms = []
         if self.setup.parallel.world_size > 1 and not alone:
             own = state.random or self.setup.recovery.repeat(Stage.CHECKPOINT, capture_random_state)
@@ -412,9 +409,9 @@ class TrainingLoop:
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, self.state, saved, wait=wait, best_before=before)
+                self.files.save(self.setup, self.checkpoints, state, saved, wait=wait, best_before=before)
             else:
-                self.report.saved(self.state.progress)
+                self.report.saved(state.progress)
             self.setup.parallel.wait()
 
     def save_model(self, folder: Path) -> None:
@@ -448,8 +445,6 @@ class TrainingLoop:
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=rows, counts_tensors=exact)
             summary(figures, then=self.files.what_follows())
         return TrainResult(state.step, totals["train_loss"], {**(state.history[-1] if state.history else {}), **totals})
-
-    # ------------------------------------------------------------------ how far
 
     def _epoch(self) -> float:
         """Passes over the dataset so far, counting a rollout as far as it has been trained on."""

@@ -147,8 +147,7 @@ class ModelGeometry:
         slots = whole_blocks(new_tokens)
         longest = max((slots if window is None else min(slots, window) for window in self.windows), default=0)
         growing = rows * self._slot_bytes * longest
-        whole_layers = sum(window is None for window in self.windows) or len(self.windows)
-        moving = prompt_bytes // (2 * max(1, whole_layers))
+        moving = prompt_bytes // (2 * max(1, sum(window is None for window in self.windows) or len(self.windows)))
         return prompt_bytes + rows * self.kv_bytes(slots) + max(growing, moving)
 
     @property

@@ -235,8 +235,7 @@ class Trajectory:
         """The columns in which an action of any row counts in the loss, ascending."""
         if self.columns is not None:
             return self.columns
-        on_host = Ragged(self.loss_mask.flat.cpu(), self.loss_mask.lengths)
-        counted_BT = on_host.pad(range(len(self)), 0) != 0
+        counted_BT = Ragged(self.loss_mask.flat.cpu(), self.loss_mask.lengths).pad(range(len(self)), 0) != 0
         return tuple(counted_BT.any(0).nonzero()[:, 0].tolist())
 
     @cached_property

@@ -223,8 +223,7 @@ def wave_rows(work: RolloutWork, plan: RolloutPlan) -> tuple[int, int]:
         if room is not None:
             rows = max(1, bisect_right(range(1, rows + 1), room, key=lambda rows: _shared_cache_bytes(work, rows)))
     elif work.geometry.unit is None:
-        waves = max(1, math.ceil(work.rows / max(1, plan.rows_in_flight)))
-        rows = math.ceil(work.rows / waves)
+        rows = math.ceil(work.rows / max(1, math.ceil(work.rows / max(1, plan.rows_in_flight))))
         if room is not None:
             rows = min(rows, room // max(1, work.geometry.kv_bytes(longest + work.max_new_tokens)))
         rows = max(1, min(rows, work.group_size * max(1, plan.prefill_tokens // max(1, longest))))

@@ -205,8 +205,7 @@ class Reading:
             mask = biased if mask is None else biased + mask
         if mask is None:
             return None, None
-        prompts = mask[..., :width] if mask.shape[0] == 1 else segment.grouped(mask[..., :width])
-        return prompts, mask[..., width:]
+        return mask[..., :width] if mask.shape[0] == 1 else segment.grouped(mask[..., :width]), mask[..., width:]
 
     @_once
     def _source_mask(self, segment: Segment, layer: int, dtype: torch.dtype) -> Tensor | None:

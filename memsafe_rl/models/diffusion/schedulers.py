@@ -142,8 +142,7 @@ class DiffusionScheduler(LinearScheduler):
             raise refusal("num_inference_steps/most", steps=num_inference_steps, most=most)
         visited = _visited(self.num_train_timesteps, num_inference_steps, self.timestep_spacing, self.steps_offset)
         alphas = [float(self.alphas_cumprod[timestep]) for timestep in visited]
-        pairs = pairwise([*alphas, 1.0])
-        self._lay_out(torch.tensor(visited), [self._step(alpha, after) for alpha, after in pairs])
+        self._lay_out(torch.tensor(visited), [self._step(alpha, after) for alpha, after in pairwise([*alphas, 1.0])])
 
     @abstractmethod
     def _step(self, alpha: float, after: float) -> Step:

@@ -145,8 +145,7 @@ class LanguageAdapter(ModelAdapter, ABC):
             return cast(PaddedState, state).read(tokens_B.to(self.device)[:, None])
         rows = cast(SharedPrefixState, state)  # rows that follow a shared prompt
         rows.reserve(1)
-        plain = FIXED_TILES.get() or self._mode
-        with nullcontext() if plain else short_norms(self._norms, rows.constants):
+        with nullcontext() if (FIXED_TILES.get() or self._mode) else short_norms(self._norms, rows.constants):
             hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
         rows.advance()
         return self._logits(hidden_B1D[:, -1])

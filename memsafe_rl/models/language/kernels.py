@@ -200,8 +200,7 @@ def _blocks(part: Part, kernel: Kernel) -> Iterator[tuple[slice, slice]]:
     for start in range(0, width, step):
         stop = min(start + step, width)
         first = 0 if part.first is None or part.window is None else max(0, part.first + start - part.window + 1)
-        last = seen if part.first is None else min(seen, part.first + stop)
-        yield slice(start, stop), slice(first, last)
+        yield slice(start, stop), slice(first, seen if part.first is None else min(seen, part.first + stop))
 
 
 def _flash_on_cpu(part: Part) -> tuple[Tensor, Tensor]:

@@ -266,8 +266,7 @@ class ImagePrompts:
             with attending(attention_configs(self._lm), layout) if any(spans) else nullcontext():
                 found = trunk(**self.of(self._lm, entered_L[None].to(device)), use_cache=False)[0]
         relative = float((found - own).norm() / own.norm())  # single entries of bf16 differ by more
-        exact = own.dtype in (torch.float32, torch.float64) and not self._rounds
-        allowed = 1e-4 if exact else 5e-2
+        allowed = 1e-4 if (own.dtype in (torch.float32, torch.float64) and not self._rounds) else 5e-2
         if not relative <= allowed:
             raise ConfigError(
                 f"{type(self._lm).__name__} gives the first prompt with images other hidden states than its own "

@@ -152,8 +152,7 @@ def off_policy_mask(
         Of the advantages' shape, 1 for rows that are kept.
     """
     gap_BT = (sampling_logprobs_BT - logprobs_BT.detach()).nan_to_num(nan=0.0)
-    moved_B1 = row_mean(gap_BT, mask_BT)[:, None]
-    return ((advantages >= 0) | (moved_B1 <= threshold)).to(gap_BT.dtype)
+    return ((advantages >= 0) | (row_mean(gap_BT, mask_BT)[:, None] <= threshold)).to(gap_BT.dtype)
 
 
 def _keeps(inputs: LossInputs, ratios: Ratios, threshold: float) -> Tensor:
@@ -238,9 +237,6 @@ def _entropy_bonus(inputs: LossInputs, denominators: Denominators) -> Tensor:
 def active_mask(inputs: LossInputs) -> Tensor:
     """Marks, (B, T), the actions that count and, under an entropy mask, are among the most uncertain."""
     return inputs.mask_BT if inputs.entropy_mask_BT is None else inputs.mask_BT * inputs.entropy_mask_BT
-
-
-# ------------------------------------------------------------------ a loss
 
 
 @dataclass(frozen=True)
@@ -379,9 +375,6 @@ def by_sign(positive: Tensor, if_positive: float, otherwise: float, ratios: Rati
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
-# ------------------------------------------------------------------ aggregation
-
-
 def _aggregate(
     how: str, losses: Tensor, mask_BT: Tensor, counts_B: Tensor, denominators: Denominators, slots: int
 ) -> Tensor:
@@ -408,9 +401,6 @@ def row_mean(values: Tensor, mask_BT: Tensor, counts_B: Tensor | None = None) ->
 def total(values: Tensor, mask_BT: Tensor) -> Tensor:
     """Sums (B, T) over counted actions, or (B, 1) over rows."""
     return values.sum() if values.shape[1] == 1 else (values * mask_BT).sum()
-
-
-# ------------------------------------------------------------------ PPO's clipped objective
 
 
 def clipped_surrogate(ratios: Ratios) -> Tensor:

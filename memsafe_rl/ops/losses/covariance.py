@@ -117,8 +117,7 @@ def kl_cov_surrogate(ratios: Ratios) -> Tensor:
     if ratios.marks_BT is None:
         return losses
     # A token that has not moved has no slope; what rounding leaves of it would have one of either sign.
-    marks_BT = ratios.marks_BT * beyond_rounding(apart_BT)
-    return losses + ratios.settings.kl_cov_coef * marks_BT * apart_BT
+    return losses + ratios.settings.kl_cov_coef * (ratios.marks_BT * beyond_rounding(apart_BT)) * apart_BT
 
 
 def _share(tokens: StepTokens, settings: LossSettings) -> Tensor:

@@ -91,8 +91,7 @@ class Gathering:
         self._network_bytes = [_bytes_of(network.parameters()) for network in networks]
         self._judge_bytes = sum(_bytes_of(judge.parameters()) for judge in judges)
         self._roots = [self._divide(network) for network in networks]
-        embedding = getattr(networks[0], "get_input_embeddings", lambda: None)()
-        weight: Any = getattr(embedding, "weight", None)
+        weight: Any = getattr(getattr(networks[0], "get_input_embeddings", lambda: None)(), "weight", None)
         head = getattr(networks[0], "get_output_embeddings", lambda: None)()
         late = isinstance(weight, Tensor) and weight.requires_grad and getattr(head, "weight", None) is not weight
         self._late_bytes = int(weight.nbytes) if late else 0  # of the root's gradients, those the backward ends with

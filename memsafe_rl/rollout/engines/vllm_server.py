@@ -44,8 +44,7 @@ class Servers:
         self._adapter, self._config, self._own = context.adapter, context.config, own
         # at the same path on the servers' machines
         self._folder = Path(self._config.vllm_server_weights_dir or Path(self._config.output_dir) / "vllm_weights")
-        weights = next(self._adapter.model.parameters())
-        rounded = self._config.bf16 or self._config.fp16 or weights.dtype.itemsize < 4
+        rounded = self._config.bf16 or self._config.fp16 or next(self._adapter.model.parameters()).dtype.itemsize < 4
         self._tolerance = _ROUNDED if rounded else _EXACT
         self._step: int | None = None
         self._weights: tuple[Path, str] | None = None  # folder and label of the newest weights written

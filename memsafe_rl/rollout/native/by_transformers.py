@@ -85,9 +85,8 @@ def _next_wave(sequences: Sequence[LiveSequence], adapter: ModelAdapter, plan: R
     limits = [plan.rows_in_flight, plan.prefill_tokens // tokens, alike]
     if plan.kv_bytes is not None and adapter.caches:
         limits.append(plan.kv_bytes // max(1, adapter.geometry.kv_bytes(tokens + max(one.limit for one in waiting))))
-    most = max(1, min(limits))
     # Waves of even size take as many steps as full ones and a short last one, at a lower peak.
-    return waiting[: math.ceil(alike / math.ceil(alike / most))]
+    return waiting[: math.ceil(alike / math.ceil(alike / max(1, min(limits))))]
 
 
 def _run_wave(adapter: ModelAdapter, rows: Sequence[LiveSequence], draw: Drawer) -> None:

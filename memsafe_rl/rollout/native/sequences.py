@@ -207,9 +207,6 @@ def draw_next(draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], str
     return tokens_B
 
 
-# ------------------------------------------------------------------ who joins the batch
-
-
 class Candidate(NamedTuple):
     """A sequence that waits."""
 
@@ -269,9 +266,6 @@ def _most_rows(
 def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
     """Counts the cache of a row that keeps its own prompt, as long as it can become."""
     return geometry.kv_bytes(one.prompt_tokens + one.max_new_tokens)
-
-
-# ------------------------------------------------------------------ the next token
 
 
 class Drawer:
@@ -349,8 +343,7 @@ class Drawer:
         return Rows.of_decoder(positions_B, prompt_lengths, histories, self._start_token_id)
 
     def _process(self, logits_BV: Tensor, rows: Rows) -> Tensor:
-        own_copy = any(processor.in_place for processor in self._processors)
-        scores_BV = logits_BV.to(torch.float32, copy=own_copy)
+        scores_BV = logits_BV.to(torch.float32, copy=any(processor.in_place for processor in self._processors))
         for processor in self._processors:
             scores_BV = processor.apply(scores_BV, rows)
         return scores_BV
@@ -405,9 +398,6 @@ def text_stops(strings: Sequence[str], tokenizer: Any) -> TextStops:
         told = f"which transformers cannot look for among the tokens of {type(tokenizer).__name__} ({error})"
         raise ConfigError(f"stop_strings is {list(strings)!r}, {told}. Leave it out.") from None
     return TextStops(tuple(strings), partial(criteria, scores=None), criteria.maximum_token_len)
-
-
-# ------------------------------------------------------------------ what may be asked
 
 
 def check_settings(settings: SamplingSettings, vocab_size: int) -> None:

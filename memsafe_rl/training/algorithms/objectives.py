@@ -131,10 +131,9 @@ class Combiner:
             for index, part in enumerate(terms.objectives):
                 pushes = setup.settings.gives_entropy_bonus or LOSSES[part.settings.loss_type].traits.every_row
                 every_row = part.settings.beta != 0 or pushes
-                own = repeat(Stage.MERGE, learning_rows, trajectory, index, rows, every_row=every_row)
                 rollout, gradient = accumulate(
                     rollout,
-                    own,
+                    repeat(Stage.MERGE, learning_rows, trajectory, index, rows, every_row=every_row),
                     part,
                     view=partial(as_seen_by, index=index),
                     gradients_aside=self.gradients_aside - index,  # those of earlier objectives are held already

@@ -196,8 +196,7 @@ def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading 
         after=now.get(slowest, 0.0),
         remedy=_REMEDIES[slowest],
     )
-    broken = drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST
-    return _Reading(broken, drop, limit, sentence)
+    return _Reading(drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST, drop, limit, sentence)
 
 
 def _retries(failures: int, limit: int) -> _Reading:

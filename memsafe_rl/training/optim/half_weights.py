@@ -142,8 +142,7 @@ class StochasticRounding:
         """Makes room for a chunk and for random numbers; may be repeated."""
         device = self._nothing.device
         numbers = torch.empty(layout.elements, dtype=torch.float32, device=device)
-        noise = torch.empty(min(layout.elements, _MOST_NOISE), dtype=torch.int32, device=device)
-        self._buffers = [numbers, noise]
+        self._buffers = [numbers, torch.empty(min(layout.elements, _MOST_NOISE), dtype=torch.int32, device=device)]
         for parameter, view in zip(self.parameters, layout.views(numbers, self.parameters), strict=True):
             parameter.data = view
 

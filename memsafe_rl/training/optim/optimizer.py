@@ -357,8 +357,7 @@ def next_scale(state: Mapping[str, Any], *, overflowed: bool) -> dict[str, Any]:
     steps = state["_growth_tracker"] + 1
     if steps != state["growth_interval"]:
         return {**state, "_growth_tracker": steps}
-    finite = grown <= torch.finfo(torch.float32).max
-    return {**state, "scale": grown if finite else scale, "_growth_tracker": 0}
+    return {**state, "scale": grown if (grown <= torch.finfo(torch.float32).max) else scale, "_growth_tracker": 0}
 
 
 class ReferenceMix:
