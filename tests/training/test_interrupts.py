@@ -1,9 +1,11 @@
 """SIGTERM, SIGINT, SIGHUP and a stop file end a run after its step, saved, with a code that says "try again"."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,6 +160,26 @@ def test_a_commit_is_never_cut_in_half() -> None:
     with pytest.raises(TrainingInterrupted):
         step()
     assert done == ["the commit"]
+
+
+def test_what_a_commit_held_when_a_signal_came_goes_with_its_error() -> None:
+    """The signal's frame was kept in a cycle, and with it the gradient that was being clipped."""
+
+    class Held:
+        pass
+
+    def commit() -> weakref.ref[Held]:
+        held = Held()
+        signal.raise_signal(signal.SIGINT)
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        with pytest.raises(TrainingInterrupted), StopRequest().listening(), uninterrupted():
+            found = commit()
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_handler_of_the_scripts_own_stays() -> None:

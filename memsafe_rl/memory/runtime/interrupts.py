@@ -91,12 +91,12 @@ def uninterrupted() -> Iterator[None]:
         return
     # Those of a run, of the script's own, and of a run that this one runs in: all may raise.
     handlers = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
-    caught: list[tuple[int, FrameType | None]] = []
+    caught: list[int] = []  # without the frames they came in, which hold tensors and, through the caller, this list
     deferring = True
 
     def catch(number: int, frame: FrameType | None) -> None:
         if deferring:
-            caught.append((number, frame))
+            caught.append(number)
         else:  # the block is done, and this signal's handler not yet restored
             handlers[number](number, frame)
 
@@ -109,5 +109,5 @@ def uninterrupted() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         with ExitStack() as each:  # though one of them raises
-            for number, frame in reversed(caught):
-                each.callback(handlers[number], number, frame)
+            for number in reversed(caught):
+                each.callback(handlers[number], number, None)
