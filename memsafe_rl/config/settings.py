@@ -78,9 +78,9 @@ those of other devices.
 """
 _ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
 OPTIMIZER_ARGUMENTS = {
-    "sgd": ("momentum", "dampening", "weight_decay", "nesterov"),
-    "adagrad": ("lr_decay", "weight_decay", "eps"),
-    "rmsprop": ("momentum", "alpha", "eps", "weight_decay", "centered"),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
     **{name: _ADEMAMIX for name in OPTIMIZERS if "ademamix" in name},
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("bf16_stochastic_round",)),
 }

@@ -168,9 +168,9 @@ def _check_optimizer(config: TrainerConfig) -> None:
             raise refusal("optim_args", argument=argument.strip(), config=config, allowed=allowed)
     arguments = dict(config.lr_scheduler_kwargs or {})
     try:  # transformers checks them only when it makes the schedule
-        some = torch.optim.SGD([torch.empty(1, device="meta")], lr=1.0)  # a check allocates nothing
+        some = torch.optim.SGD([torch.empty(1, device="meta")], lr=config.learning_rate)  # a check allocates nothing
         get_scheduler(config.lr_scheduler_type, some, 0, 1, scheduler_specific_kwargs=arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError) as error:
         raise refusal("lr_scheduler_kwargs", arguments=arguments, config=config, error=error) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +16,9 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of
+from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, images_of
 from memsafe_rl.ops.losses import LOSSES
-from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools
+from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
 from memsafe_rl.rollout.multi_turn.lockstep import (
     AgentDraw,
@@ -128,8 +129,9 @@ class EnvironmentPool:
             pool.used = 0
         beginnings = []
         for row, key in rows.items():
-            prompt = prompts.prompts[row // group_size]
-            example = dict(prompts.examples[row // group_size])
+            prompt, example = copied(prompts.prompts[row // group_size]), prompts.examples[row // group_size]
+            # each episode has its row for itself; images are shared
+            example = copy.deepcopy(dict(example), {id(image): image for image in images_of(example)})
             environment = self._environment(example)
             if prompt == PLACEHOLDER:
                 example.pop("prompt", None)
@@ -280,5 +282,5 @@ def _joined(segments: Sequence[Segment]) -> Segment:
 def _seen(messages: Sequence[Mapping[str, Any]], episode: Episode) -> Any:
     """Messages as reward functions see them: a text where the row's prompt is one."""
     if isinstance(episode.example.get("prompt"), str):
-        return "".join(message["content"] for message in messages)
+        return "".join(text_of(message.get("content")) for message in messages)
     return [dict(message) for message in messages]

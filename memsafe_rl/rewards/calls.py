@@ -193,8 +193,7 @@ class Calls:
             for column, values in extras.items():
                 if len(values) != self.rows:
                     raise unusable("logged/count", name=name, count=len(values), column=column, rows=self.rows)
-                taken = column in joined and joined[column] != values
-                joined[f"{name}/{column}" if taken else column] = values
+                joined[f"{name}/{column}" if (column in joined and joined[column] != values) else column] = values
         return joined
 
 

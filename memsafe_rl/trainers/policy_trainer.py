@@ -180,8 +180,6 @@ class PolicyTrainer:
             raise AttributeError(f"{type(self).__name__}.{name} cannot be set: {INSTEAD[name]}.")
         super().__setattr__(name, value)
 
-    # ------------------------------------------------------------------ training
-
     def train(
         self,
         resume_from_checkpoint: bool | str | Path | None = None,
@@ -272,8 +270,6 @@ class PolicyTrainer:
         if self.is_world_process_zero():
             self._loop.files.write("README.md", str(self._hub.card(model_name, dataset_name, tags)))
 
-    # ------------------------------------------------------------------ what subclasses replace
-
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Makes the optimizer that `optim` names; a subclass may make its own, and `train` uses it.
 
@@ -326,8 +322,6 @@ class PolicyTrainer:
         """
         del start_time
         self._loop.report.log(self._loop.state, logs)
-
-    # ------------------------------------------------------------------ what scripts read
 
     get_off_policy_mask = staticmethod(off_policy_mask)
 
@@ -404,8 +398,6 @@ class PolicyTrainer:
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         self._loop.optimizers = given_optimizers((self._loop.optimizers[0], scheduler))
-
-    # ------------------------------------------------------------------ callbacks and files
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of transformers' `TrainerCallback` form."""

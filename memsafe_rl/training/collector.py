@@ -82,8 +82,6 @@ class Collector:
         # Which groups are replaced depends on the rewards.
         return self._config.overlap_async_rewards and not self._config.dynamic_sampling
 
-    # ------------------------------------------------------------------ the stages
-
     def draw(self, state: RunState) -> Drawn:
         """Reads the next prompts, plans the rollout, draws completions and begins their rewards."""
         self.reader.forget()
@@ -163,8 +161,6 @@ class Collector:
         if self._setup.environments is not None:
             self._setup.environments.close()
 
-    # ------------------------------------------------------------------ plans
-
     def plan(self, prompts: Prompts, batch: EpisodeBatch | None = None) -> None:
         """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""
         work = self.work(prompts, self._config.num_generations)
@@ -195,8 +191,6 @@ class Collector:
     def groups_from(self, plain: Sequence[Mapping[str, Any]]) -> tuple[OpenGroup, ...]:
         """Restores groups that waited when a checkpoint was written."""
         return groups_from(plain, partial(self._read_now, count=1))
-
-    # ------------------------------------------------------------------ completions
 
     def generate(self, groups: Groups, rows: Sequence[int], *, step: int) -> list[Completion]:
         """Has the engine draw some rows with the weights as they are now."""
@@ -303,8 +297,6 @@ class Collector:
         with self._setup.memory.phase(phase, compared=False):
             return self._setup.recovery.repeat(Stage.STORE, function, *values, **named)
 
-    # ------------------------------------------------------------------ partial rollouts
-
     def _draw_partly(self, state: RunState) -> Drawn:
         """Draws a bounded number of tokens a round, beginning fresh prompts, until enough groups are whole."""
         samples, limit = self._config.num_generations, self._setup.sampling.max_new_tokens
@@ -368,8 +360,6 @@ class Collector:
         samples = replace(samples, stale=stale)
         return Drawn(samples, pending, gathered.consumed, gathered.waiting, partial_metrics(gathered, samples))
 
-    # ------------------------------------------------------------------ rewards and advantages
-
     def _begin_rewards(
         self, groups: Groups, mine: range, given: ExternalRollout, texts: Sequence[Any], state: RunState
     ) -> PendingScores:
@@ -419,8 +409,6 @@ class Collector:
         compare = partial(estimated_advantages, group_size=samples.group_size, lengths_B=samples.lengths, **settings)
         weights_F = torch.tensor(rewards.weights, dtype=torch.float32)
         return advantages_by_objective(samples.rewards_BF, rewards.names, weights_F, self._settings.objectives, compare)
-
-    # ------------------------------------------------------------------ what is logged
 
     def _metrics(self, samples: Samples, advantages: AdvantageResult) -> dict[str, float]:
         objectives = reward_metrics(self._settings.objectives, advantages)

@@ -349,6 +349,9 @@ def make_committer(
     with remedies_named(bool(replaced), config.master_weights):
         half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
+    moved = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)  # of accelerate's wrapper
+    known = moved in (None, optimizer, getattr(optimizer, "optimizer", None))
+    refusal.when(not known, "optimizers/schedule", kind=type(scheduler).__name__)
     scheduler = scheduler or schedule(optimizer, config, max_steps)
     committer = Committer(
         setup.trained,

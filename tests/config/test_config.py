@@ -406,7 +406,12 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
             ),
         ),
         ({"optim_args": "lr"}, ("optim_args has 'lr', which optim 'adamw_torch_fused' does not take. It takes none.",)),
-        ({"optim": "sgd", "optim_args": "foo=1"}, ("has 'foo=1'", "momentum, dampening, weight_decay, nesterov, as")),
+        ({"optim": "sgd", "optim_args": "foo=1"}, ("has 'foo=1'", "momentum, dampening, nesterov, as")),
+        ({"optim": "sgd", "optim_args": "weight_decay=0.5"}, ("optim_args has 'weight_decay=0.5'", "does not take")),
+        (
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-5}},
+            ("lr_scheduler_kwargs is {'lr_end': 1e-05}", "initial lr"),
+        ),
         ({"optim": "sgd", "optim_args": "momentum=0.9, nesterov"}, ("optim_args has 'nesterov'", "'name=value,")),
         (
             {"lr_scheduler_kwargs": {"x": 1}},

@@ -793,3 +793,32 @@ def test_a_forecast_knows_of_later_turns(tmp_path: Path, kept_kv_bytes: int, mar
         held = max(record.peak_bytes for record in memory.timeline if record.phase is Phase.ROLLOUT)
     assert trainer.forecast is not None
     assert trainer.forecast.phase_bytes[Phase.ROLLOUT] == pytest.approx(held, rel=margin)
+
+
+class Takes:
+    """Changes what it is given, as an environment may that has it for itself."""
+
+    def reset(self, stock: list[int], prompt: Any, **_: Any) -> str:
+        self.seen = len(stock)
+        stock.pop()
+        prompt.append({"role": "user", "content": "more"})
+        return "go"
+
+    def get_reward(self) -> float:
+        return float(self.seen)
+
+
+def test_each_episode_has_its_row_for_itself(tmp_path: Path) -> None:
+    """Completions of one prompt shared its lists: the second found them as the first had left them."""
+    seen: list[Any] = []
+
+    def lengths(stock: list[list[int]], prompts: list[Any], **_: Any) -> list[float]:
+        seen.extend((len(one), len(prompt)) for one, prompt in zip(stock, prompts, strict=True))
+        return [0.0] * len(stock)
+
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "stock": [1, 2, 3, 4, 5]}] * 2
+    trainer = trainer_of(tmp_path, reward_funcs=lengths, train_dataset=rows, environment_factory=Takes, max_steps=1)
+    trainer.train()
+    assert trainer.history[0]["rewards/Takes/mean"] == 5.0
+    assert {length for length, _ in seen} == {5}
+    assert {length for _, length in seen} == {1}

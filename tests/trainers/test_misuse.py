@@ -47,7 +47,7 @@ def talk(*turns: dict[str, Any]) -> Dataset:
         ({"callbacks": [dict]}, ConfigError, "callbacks has <class 'dict'>"),
         ({"optimizers": torch.optim.SGD}, ConfigError, r"optimizers is type .*SGD.*no pair\. Pass \(optimizer, sched"),
         ({"optimizers": (None, None, None)}, ConfigError, r"optimizers is tuple \(None, None, None\), and no pair"),
-        ({"optimizers": (torch.optim.SGD, None)}, ConfigError, "SGD'>, which has no param_groups"),
+        ({"optimizers": (torch.optim.SGD, None)}, ConfigError, r"SGD'>, which is no torch\.optim\.Optimizer"),
         ({"optimizers": (None, "cosine")}, ConfigError, "optimizers has 'cosine', which has no get_last_lr"),
         ({"rollout_func": 5}, ConfigError, r"rollout_func is 5 \(int\)\. Give a function"),
         (
@@ -211,3 +211,30 @@ def test_a_damaged_checkpoint_is_told_before_weights_are_read(name: str, content
     with pytest.raises(ConfigError, match=r"which (is damaged|holds no loop\.json or training_state\.pt)"):
         trainer.train(resume_from_checkpoint=str(folder))
     assert torch.equal(weights(trainer), before)
+
+
+class Wrapped:
+    """An optimizer inside of something that is none, as some libraries have it."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
+def test_optimizers_and_schedules_that_no_step_can_use_are_refused(tmp_path: Path) -> None:
+    """One was stepped twice after a failed allocation, one never changed the learning rate, others ended the run."""
+    model = tiny_model()
+    some, other = (torch.optim.AdamW(model.parameters(), lr=1e-3) for _ in range(2))
+    halved = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 0.5**step)
+    for given, told in (
+        ((Wrapped(some), None), "which is no torch.optim.Optimizer: a step of it that runs out of memory"),
+        ((torch.optim.LBFGS(model.parameters()), None), "LBFGS, whose steps need more than gradients"),
+        ((some, torch.optim.lr_scheduler.ReduceLROnPlateau(some)), "ReduceLROnPlateau, whose steps need more"),
+        ((some, halved), "LambdaLR that moves another optimizer's learning rate"),
+        ((None, halved), "LambdaLR that moves another optimizer's learning rate"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            make_trainer(tmp_path, model=model, optimizers=given, max_steps=1).train()
+    matching = torch.optim.lr_scheduler.LambdaLR(some, lambda step: 0.5**step)
+    trainer = make_trainer(tmp_path, model=model, optimizers=(some, matching), max_steps=2)
+    trainer.train()
+    assert [record["learning_rate"] for record in trainer.history] == [1e-3, 5e-4]

@@ -123,8 +123,7 @@ class Part(NamedTuple):
         if self.first is None:
             return None
         width, seen = self.query.shape[2], self.key.shape[2]
-        ends = self.first + width - 1
-        if self.first >= seen - 1 and (self.window is None or ends < self.window):
+        if self.first >= seen - 1 and (self.window is None or (self.first + width - 1) < self.window):
             return None
         places = torch.arange(self.first, self.first + width, device=self.query.device)[:, None]
         keys = torch.arange(seen, device=self.query.device)

@@ -258,7 +258,7 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
 def start_token_of(lm: Any) -> int:
     """Returns the token that the decoder reads before a completion."""
     known = int(lm.get_decoder().get_input_embeddings().weight.shape[0])
-    for name, config in product(("decoder_start_token_id", "bos_token_id"), (lm.config, lm.generation_config)):
+    for name, config in product(("decoder_start_token_id", "bos_token_id"), (lm.generation_config, lm.config)):
         start = getattr(config, name, None)
         if isinstance(start, int) and not isinstance(start, bool) and 0 <= start < known:
             return start

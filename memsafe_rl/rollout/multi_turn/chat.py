@@ -117,14 +117,15 @@ class Chat:
         """Returns the ids between a model's turn and its next one; None unless they are the same after any turn."""
         asked = {"role": "user", "content": "?"}
         calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
-        for said in _STAND_INS:
+        thinks = "</think>" in text_of(turn.get("content"))
+        for said in _STAND_INS[thinks:]:
             stand_in = {"role": "assistant", "content": said, **calls}
             try:
                 before = self._text([asked, stand_in], schemas)
                 after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
             except UnrenderableError:
                 return None
-            if after.startswith(before) and _MARK in before:
+            if after.startswith(before) and before.count(_MARK) > thinks:  # its thoughts stay, too
                 closing = self._turn_end(asked, before).removeprefix(self._tokenizer.decode([last_id]))
                 return self._tokens(closing + after[len(before) :])
         return None
@@ -193,7 +194,7 @@ def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     called: dict[Any, str] = {}
     found = []
     for message in messages:
-        plain: Message = {"role": message["role"], "content": _text(message.get("content"))}
+        plain: Message = {"role": message["role"], "content": text_of(message.get("content"))}
         calls = [call["function"] for call in message.get("tool_calls") or () if isinstance(call.get("function"), dict)]
         if calls:
             called |= {call.get("id"): call["function"].get("name", "") for call in message["tool_calls"]}
@@ -207,7 +208,8 @@ def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _text(content: Any) -> str:
+def text_of(content: Any) -> str:
+    """Returns the text of a message's content, images left out."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)

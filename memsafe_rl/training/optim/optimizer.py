@@ -44,10 +44,16 @@ def given_optimizers(given: Any) -> tuple[torch.optim.Optimizer | None, Any]:
         return None, None
     is_pair = isinstance(given, (tuple, list)) and len(given) == 2
     refusal.when(not is_pair, "optimizers/pair", kind=type(given).__name__, given=given)
-    for value, needed in zip(given, ("param_groups", "get_last_lr"), strict=True):
-        lacks = value is not None and (isinstance(value, type) or not hasattr(value, needed))
-        refusal.when(lacks, "optimizers/part", value=value, needed=needed)
-    return given[0], given[1]
+    optimizer, schedule = given
+    lacks = optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer)
+    refusal.when(lacks, "optimizers/kind", value=optimizer)  # whose step could not be undone
+    lacks = schedule is not None and (isinstance(schedule, type) or not hasattr(schedule, "get_last_lr"))
+    refusal.when(lacks, "optimizers/part", value=schedule, needed="get_last_lr")
+    asks = isinstance(optimizer, torch.optim.LBFGS) or hasattr(optimizer, "eval")
+    refusal.when(asks, "optimizers/step", kind=type(optimizer).__name__)
+    asks = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    refusal.when(asks, "optimizers/step", kind=type(schedule).__name__)
+    return optimizer, schedule
 
 
 def check_holds(optimizer: torch.optim.Optimizer, networks: Mapping[str, nn.Module]) -> None:
@@ -283,6 +289,10 @@ class Committer:
         self.optimizer.state.clear()
         parts = self.half.parts
         saved = parts.each(state["optimizer"], self._parts, parts.cut)
+        own, names = (set().union(*one) for one in (self.optimizer.param_groups, saved["param_groups"]))
+        if own - names and names - own:  # settings of another class; a version of torch adds or drops some
+            kind, told = type(self.optimizer).__name__, f"it has {min(names - own)!r}"
+            raise refusal("checkpoint/optimizer", kind=kind, error=told)
         try:
             self.optimizer.load_state_dict(saved)
         except ValueError as error:

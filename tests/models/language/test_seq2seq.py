@@ -670,10 +670,18 @@ def test_a_network_without_a_start_token_is_refused() -> None:
 @pytest.mark.parametrize("start", [-1, 258, "0", [0], 1.5, True])
 def test_a_start_token_that_the_decoder_does_not_know_is_refused(start: Any) -> None:
     model = build("t5")
-    model.config.decoder_start_token_id = start
+    model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = start
     told = rf"decoder_start_token_id of T5.* is {re.escape(repr(start))}, but its decoder knows the tokens 0 to 257"
     with pytest.raises(ConfigError, match=told):
         Seq2SeqAdapter(model, pad_token_id=PAD)
+
+
+def test_the_start_token_is_that_of_the_generation_config_as_for_generate() -> None:
+    model = build("t5")
+    model.generation_config.decoder_start_token_id = 40
+    assert Seq2SeqAdapter(model, pad_token_id=PAD).start_token_id == 40
+    drawn = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    assert int(drawn[0, 0]) == 40
 
 
 def test_the_start_token_of_generation_goes_before_bos() -> None:

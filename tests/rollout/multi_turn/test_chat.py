@@ -267,3 +267,14 @@ def test_rewards_of_a_plain_run_see_turns_as_the_tokenizer_reads_them(tmp_path: 
     assert len(seen) == 8
     for turns, length in seen:
         assert turns == [{"role": "assistant", "thinking": "hm", "content": f"{length} after {context}"}]
+
+
+STRIPS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+
+
+@pytest.mark.parametrize(("said", "is_known"), [("four", True), ("<think>hm</think>four", False)])
+def test_thoughts_that_a_template_always_drops_are_not_gone_on_behind(said: str, is_known: bool) -> None:
+    """The next turn is drawn behind what the model would be shown; the thoughts stayed in its context."""
+    chat = Chat(chat_tokenizer(STRIPS))
+    told = chat.following({"role": "assistant", "content": said}, EOS_ID, [QUESTION], ())
+    assert (told is not None) is is_known
