@@ -16,7 +16,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, images_of
+from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, images_in, images_of
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
@@ -131,7 +131,8 @@ class EnvironmentPool:
         for row, key in rows.items():
             prompt, example = copied(prompts.prompts[row // group_size]), prompts.examples[row // group_size]
             # each episode has its row for itself; images are shared
-            example = copy.deepcopy(dict(example), {id(image): image for image in images_of(example)})
+            images = *images_of(example), *images_in(example.get("prompt", ""))
+            example = copy.deepcopy(dict(example), {id(image): image for image in images})
             environment = self._environment(example)
             if prompt == PLACEHOLDER:
                 example.pop("prompt", None)
