@@ -195,7 +195,7 @@ class RecordLog(Sequence[Record]):
         if not still_ours(path.parent, self._stamp.get("run_id", "")):
             raise OSError(errno.ESTALE, "its folder was moved or deleted, and is another run's now")
         path.parent.mkdir(parents=True, exist_ok=True)
-        new, was_cut = _File(path), old.is_at(path)
+        was_cut, new = old.is_at(path), _File(path)
         kept = [(offset, line) for offset in self._offsets if _object(line := old.line_at(offset)) is not None]
         self._file = new
         if was_cut:

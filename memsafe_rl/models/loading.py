@@ -245,7 +245,7 @@ def _refuse_contradictions(
     refusal.when(not isinstance(model, str) and arguments, "arguments/loaded", arguments=", ".join(sorted(arguments)))
     if peft_config is not None and not isinstance(peft_config, PeftConfig):
         raise refusal("peft_config/kind", peft_config=peft_config, kind=type(peft_config).__name__)
-    refusal.when(isinstance(model, PreTrainedModel) and hasattr(model, "peft_config"), "model/add_adapter")
+    refusal.when(getattr(model, "_hf_peft_config_loaded", False), "model/add_adapter")
     if isinstance(model, PeftModel):
         refusal.when(peft_config is not None, "peft_config/model")
         refusal.when(len(model.active_adapters) != 1, "adapters/active", count=len(model.active_adapters))

@@ -82,7 +82,7 @@ def test_neither_decode_nor_rewards_change_what_was_drawn() -> None:
     drawn = draw(DiffusionAdapter(policy))
     kind = Denoisers(GRPOConfig("unused", use_cpu=True, report_to="none"), policy, None)
     before = drawn[0].ids.clone()
-    kind.decoded(None, drawn)  # type: ignore[arg-type]
+    kind.decoded(None, [], drawn)  # type: ignore[arg-type]
     plain = kind.completion_ids(drawn)
     plain[0].fill_(5.0)
     assert torch.equal(drawn[0].ids, before)
