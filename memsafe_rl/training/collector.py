@@ -113,7 +113,9 @@ class Collector:
                     masks_truncated=self._config.mask_truncated_completions,
                     needs_whole=not self._setup.advantages.joins_sequences,
                     with_turns=self._setup.advantages.needs.turns,
-                    filtered=self._setup.engine.supports.compares_filtered,
+                    # what filters leave out of a draw is no fault of a sampler that is corrected
+                    filtered=self._setup.engine.supports.compares_filtered
+                    or not (samples.external or any(samples.stale)),
                 )
             trajectory = scorer.with_sources(trajectory)
             trajectory = scorer.score_unrewarded(trajectory, later_rows, external=samples.external)

@@ -136,9 +136,9 @@ class Rollout:
 
 
 def build_trajectory(
-    samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False, filtered: bool = False
+    samples: Samples, *, masks_truncated: bool, needs_whole: bool, with_turns: bool = False, filtered: bool = True
 ) -> Trajectory:
-    """Stores samples as a trajectory that has no advantages yet; ``filtered`` log-probs stand in for unknown ones."""
+    """Stores samples as a trajectory that has no advantages yet, their log-probs ``filtered`` as they were drawn."""
     pieces, sample_of_row = _sequences(samples)
     cut = [masks_truncated and not piece.completion.finished for piece in pieces]
     masks = [torch.zeros_like(one.mask) if gone else one.mask for one, gone in zip(pieces, cut, strict=True)]
@@ -146,7 +146,8 @@ def build_trajectory(
     for piece in pieces:
         unique.setdefault(_identity(piece.condition), piece.condition)
     places = {identity: place for place, identity in enumerate(unique)}
-    starts = [piece.completion.start for piece in pieces if piece.completion.start is not None]
+    completions = [piece.completion for piece in pieces]
+    starts = [one.start for one in completions if one.start is not None]
     split = len(pieces) > len(samples.completions)
     refusal.when(split and needs_whole, "episodes/split")
     return Trajectory(
@@ -154,7 +155,7 @@ def build_trajectory(
         condition_of_row=tuple(places[_identity(piece.condition)] for piece in pieces),
         actions=Ragged.from_rows([piece.completion.ids for piece in pieces]),
         loss_mask=Ragged.from_rows(masks),
-        sampling_logprobs=Ragged.from_rows([_compared(piece.completion, filtered=filtered) for piece in pieces]),
+        sampling_logprobs=Ragged.from_rows([one.logprobs if filtered else one.model_logprobs for one in completions]),
         advantages=torch.zeros(len(pieces)),
         group_of_row=tuple(sample // samples.group_size for sample in sample_of_row),
         finished=tuple(piece.completion.finished for piece in pieces),
@@ -164,12 +165,6 @@ def build_trajectory(
         turns=tuple(piece.turns for piece in pieces) if with_turns else (),
         prefixes=sort_by_tokens([torch.cat([one.condition, one.completion.ids]) for one in pieces]) if split else (),
     )
-
-
-def _compared(completion: Completion, *, filtered: bool) -> Tensor:
-    """Returns what the sampler's tokens are compared by: top-k and other filters part no sampler from its model."""
-    own = completion.model_logprobs
-    return completion.logprobs if filtered and bool(own.isnan().any()) else own
 
 
 def with_advantages(trajectory: Trajectory, advantages: AdvantageResult) -> Trajectory:

@@ -176,7 +176,8 @@ class Trajectory:
     condition_of_row: tuple[int, ...]  # for each of the B rows, the index of its prompt
     actions: Ragged  # the completion tokens, or the state after each step of a denoising chain; B rows
     loss_mask: Ragged  # 1 where an action is counted in the loss; B rows like ``actions``
-    sampling_logprobs: Ragged | None  # nats, of the distribution sampled from; B rows
+    # nats, of the distribution sampled from, or, where the loss corrects for the sampler, before its filters; B rows
+    sampling_logprobs: Ragged | None
     advantages: Tensor  # (B,) float32, one per row
     # for each row, the index of its group; -1 for a row that no reward function scored, which counts in no denominator
     group_of_row: tuple[int, ...]
