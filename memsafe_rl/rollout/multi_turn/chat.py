@@ -269,7 +269,7 @@ def _parsed(tokenizer: Any, ids: list[int], **how: Any) -> Action:
     """Has a tokenizer read a turn; an end of its own that its `response_template` does not name is no content."""
     message = tokenizer.parse_response(ids, **how)
     if isinstance(message, Mapping) and isinstance(message.get("content"), str):
-        message = {**message, "content": message["content"].removesuffix(tokenizer.eos_token)}
+        message = {**message, "content": message["content"].removesuffix(tokenizer.eos_token or "")}
     return _action(message)
 
 

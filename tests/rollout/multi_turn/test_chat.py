@@ -154,6 +154,8 @@ def test_a_tokenizer_that_knows_how_to_read_its_turns_is_asked() -> None:
     assert asked == [([7, EOS_ID], [5, 6], 1)]
     assert (action.calls[0].name, action.calls[0].arguments) == ("look_up", {"day": 7})
     assert (action.text, action.message["thinking"]) == ("", "hm")
+    tokenizer.eos_token, tokenizer.parse_response = None, lambda *_, **__: {"content": "so"}
+    assert Chat(tokenizer).read([5, 6], [7], SCHEMAS).text == "so"
 
 
 @pytest.mark.parametrize(
