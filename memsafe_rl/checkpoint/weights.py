@@ -64,9 +64,12 @@ def refuse_unsaved(model: Any) -> None:
     """Refuses weights that are trained beside an adapter and that PEFT would not save with it."""
     if not isinstance(model, PeftModel):
         return
+    # not its `state_dict`, for which bitsandbytes packs a base's scales anew
+    state = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     with quiet_peft():
-        kept = set(map(tensor_place, get_peft_model_state_dict(model, adapter_name=model.active_adapter).values()))
-    kept |= set(map(tensor_place, adapter_weights(model, CRITIC_ADAPTER).values()))  # saved by whose critic it is
+        saved = get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
+    # a critic's are saved by whose critic it is
+    kept = set(map(tensor_place, (*saved.values(), *adapter_weights(model, CRITIC_ADAPTER).values())))
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     lost = [name for name, weight in trained if tensor_place(weight) not in kept]
     refusal.when(lost, "weights/unsaved", count=len(lost), lost=lost, adapter=model.active_adapter)

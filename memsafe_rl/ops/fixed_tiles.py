@@ -92,9 +92,8 @@ class _TiledLinear(torch.autograd.Function):
         rows_MK, weight_OK = ctx.saved_tensors
         (of_rows, of_weight, of_bias), (kind, bias_kind) = ctx.needs_input_grad, ctx.kinds
         with torch.autocast(grad_MO.device.type, enabled=False):
-            matrix_KO = weight_OK.to(grad_MO.dtype).mT
             return (
-                _tiled_product(grad_MO, matrix_KO).to(kind) if of_rows else None,
+                _tiled_product(grad_MO, weight_OK.to(grad_MO.dtype).mT).to(kind) if of_rows else None,
                 _summed_product(grad_MO, rows_MK, weight_OK.dtype) if of_weight else None,
                 grad_MO.sum(0, dtype=bias_kind) if of_bias else None,
             )

@@ -301,7 +301,7 @@ def test_a_checkpoint_of_a_model_that_is_frozen_in_part_holds_weights_that_are_a
 @pytest.mark.slow
 def test_weights_are_back_after_an_evaluation_and_after_a_callback_that_fails_at_the_end(tmp_path: Path) -> None:
     class Failing(TrainerCallback):
-        def close(self) -> None:
+        def on_run_closed(self) -> None:
             raise RuntimeError("the file is gone")
 
     trainer = make_trainer(tmp_path, model=adapted(), policy=AWAY, callbacks=[Failing()], eval_dataset=prompts())
