@@ -24,7 +24,7 @@ _DEEPEST_TURN = 64
 """Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
 
 
-_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 """What reading a malformed turn may raise."""
 
 
@@ -147,7 +147,7 @@ class Chat:
                 return _parsed(self._tokenizer, list(ids), prefix=list(self.plain(context)), tools=list(schemas))
             ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
             return _action(_read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends))
-        except _UNREADABLE:
+        except UNREADABLE:
             text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
             return Action(text, message={"role": "assistant", "content": text}, malformed=True)
 
@@ -261,7 +261,7 @@ def message_of(tokenizer: Any, context: Sequence[int] | None, ids: Sequence[int]
     """Reads a turn as the tokenizer's `response_template` has it; a malformed one is its text."""
     try:
         return _parsed(tokenizer, list(ids), prefix=context).message
-    except _UNREADABLE:
+    except UNREADABLE:
         return {"role": "assistant", "content": tokenizer.decode(list(ids), skip_special_tokens=True)}
 
 

@@ -16,7 +16,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from memsafe_rl.rollout import refusal
-from memsafe_rl.rollout.multi_turn.chat import as_template, check_depth, encodable
+from memsafe_rl.rollout.multi_turn.chat import UNREADABLE, as_template, check_depth, encodable
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
 
@@ -286,7 +286,7 @@ def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
         found = as_template(messages)
         for one in found:
             check_depth(one)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except UNREADABLE as error:
         reason = f"messages cannot be read: {error!r:.200}"
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", reason) from error
     return found
