@@ -159,8 +159,8 @@ class FunctionEngine(ExternalEngine):
         close: called when the run ends or its weights are loaded; a later call begins anew.
         is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
             correct for the difference.
-        compares_filtered: whether it corrects what filters change too where ``model_logprobs`` are NaN; else such
-            tokens weigh 1.
+        compares_filtered: whether the loss corrects what filters change too, by ``logprobs``; else it takes
+            ``model_logprobs``, and tokens weigh 1 where those are NaN.
         ahead: draws rollouts before they are due, which ``draw`` then gives; None where that cannot be.
     """
 
