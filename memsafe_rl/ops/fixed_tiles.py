@@ -170,8 +170,7 @@ class _TiledExperts(torch.autograd.Function):
             for tile, expert in enumerate(torch.split(expert_T, 1)):
                 part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
                 if rows_grad_MK is not None:
-                    weight_KO = weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype)
-                    rows_grad_MK[part] = grad_MO[part] @ weight_KO.mT
+                    rows_grad_MK[part] = grad_MO[part] @ weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype).mT
                 if total_EKO is not None:
                     share_KO = rows_MK[part].mT.to(wide) @ grad_MO[part].to(wide)
                     total_EKO.index_add_(0, expert, share_KO[None])

@@ -118,4 +118,6 @@ class Scout:
         return {size: replace(self, budget_bytes=budget).outlook(job) for size, budget in budgets.items()}
 
     def _largest(self, task: Callable[[int], Job], most: int) -> int:
-        return bisect_right(range(1, most + 1), False, key=lambda size: not self.outlook(task(size)).fits)
+        if self.outlook(task(most)).fits:  # most often, for a policy cuts what it is given
+            return most
+        return bisect_right(range(1, most), False, key=lambda size: not self.outlook(task(size)).fits)

@@ -152,6 +152,9 @@ class AdaptivePolicy(MemoryPolicy):
     compile: str | None = None
     offload_activations: bool = False
 
+    def __post_init__(self) -> None:
+        _check_switches(self)
+
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
         rows = full_speed_rows(memory.device, work)
@@ -229,6 +232,7 @@ class LadderPolicy(MemoryPolicy):
     def __post_init__(self) -> None:
         check_plan(self.rollout, RolloutPlan)
         check_plan(self.update, UpdatePlan)
+        _check_switches(self)
         fallbacks_named(self.fallbacks, Phase.UPDATE)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
@@ -319,11 +323,10 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
     """Refuses what is no plan of a kind, and counts, switches, predictions and choices that cannot be meant."""
     if not isinstance(plan, kind):
         raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+    _check_switches(plan)
     called = type(plan).__name__
     for entry in fields(plan):
         name, value, where = entry.name, getattr(plan, entry.name), f"{called}.{entry.name}"
-        if entry.type == "bool" and not isinstance(value, bool):
-            raise ConfigError(f"{where} is {value!r}; write True or False.")
         if not str(entry.type).startswith("int") or (value is None and str(entry.type).endswith("None")):
             continue
         if isinstance(value, bool) or not isinstance(value, int):
@@ -338,14 +341,22 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
     for name, size in predicted.items():
         if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
             raise ConfigError(f"{called}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
-    for name, known in _CHOICES.items():
-        if hasattr(plan, name) and (value := getattr(plan, name)) not in known:
-            raise ConfigError(f"{called}.{name} is {value!r}; write one of {', '.join(map(repr, known))}.")
     if plan.compile is not None and plan.resident_blocks is not None:
         raise ConfigError(
             f"{called} has compile={plan.compile!r} and resident_blocks={plan.resident_blocks}, but weights that come "
             "and go cannot be compiled in. Leave one of the two None."
         )
+
+
+def _check_switches(plan: Any) -> None:
+    """Refuses what a plan or a policy has for a switch or a choice that it does not offer."""
+    for entry in fields(plan):
+        where, value = f"{type(plan).__name__}.{entry.name}", getattr(plan, entry.name)
+        left_open = value is None and str(entry.type).endswith("None")
+        if str(entry.type).startswith("bool") and not (isinstance(value, bool) or left_open):
+            raise ConfigError(f"{where} is {value!r}; write True or False.")
+        if value not in (known := _CHOICES.get(entry.name, (value,))):
+            raise ConfigError(f"{where} is {value!r}; write one of {', '.join(map(repr, known))}.")
 
 
 _GIB_OF = {"12-24GB": 12, "8-12GB": 8, "under-8GB": 6}

@@ -17,8 +17,7 @@ def cispo_surrogate(ratios: Ratios) -> Tensor:
     Returns:
         (B, T).
     """
-    bounded = ratios.ratio.detach().clamp(max=ratios.settings.epsilon_high)
-    return -bounded * ratios.advantages * ratios.logprobs_BT
+    return -ratios.ratio.detach().clamp(max=ratios.settings.epsilon_high) * ratios.advantages * ratios.logprobs_BT
 
 
 def measure_cispo(ratios: Ratios) -> Measures:

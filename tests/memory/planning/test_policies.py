@@ -1,10 +1,12 @@
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.estimator import update_time
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, MemoryPolicy, check_packing
+from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy, check_packing
 from memsafe_rl.memory.planning.search import extra_bytes, fallbacks_named
 from memsafe_rl.memory.runtime.meters import HostMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
@@ -153,6 +155,21 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
 def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan | UpdatePlan, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MemoryTracker("cpu", HostMeter(), 1).adopt(plan, type(plan))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AdaptivePolicy(checkpointing="yes"), "AdaptivePolicy.checkpointing is 'yes'; write True or False"),  # type: ignore[arg-type]
+        (lambda: AdaptivePolicy(pack_prompts="None"), "AdaptivePolicy.pack_prompts is 'None'; write True or False"),  # type: ignore[arg-type]
+        (lambda: AdaptivePolicy(trajectory_device="cpu"), "trajectory_device is 'cpu'; write one of 'device', 'host'"),
+        (lambda: AdaptivePolicy(compile="fast"), "AdaptivePolicy.compile is 'fast'; write one of None, 'default'"),
+        (lambda: LadderPolicy(climbs=None), "LadderPolicy.climbs is None; write True or False"),  # type: ignore[arg-type]
+    ],
+)
+def test_switches_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
 
 
 def test_packing_what_cannot_be_packed_is_refused() -> None:
