@@ -167,7 +167,7 @@ class EnvironmentPool:
             pieces=[episode.segments for episode in episodes],
             prompts=[_seen(episode.prompt, episode) for episode in episodes],
             texts=[_seen(episode.messages, episode) for episode in episodes],
-            facts=episode_metrics(episodes),
+            counts=episode_counts(episodes),
         )
 
     def close(self) -> None:
@@ -221,19 +221,27 @@ def environment_pool_for(
     return EnvironmentPool(config, tokenizer, reader, tools, environment_factory)
 
 
-def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Says how a rollout's episodes went; TRL's names where it has them."""
-    count, calls = len(episodes), sum(episode.tool_calls for episode in episodes)
-    endings = Counter(episode.ending for episode in episodes)
-    turns = sum(episode.turns for episode in episodes)
+def episode_counts(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Counts what a rank's episodes did."""
+    counts = Counter(episode.ending.value for episode in episodes)
+    for episode in episodes:
+        done = {"calls": episode.tool_calls, "failures": episode.tool_failures, "malformed": episode.malformed}
+        counts.update(done, episodes=1, turns=episode.turns, sequences=len(episode.segments))
+    return dict(counts)
+
+
+def episode_metrics(ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Says how a rollout's episodes went, of what each rank counted; TRL's names where it has them."""
+    total: Counter[str] = sum(map(Counter, ranks), Counter())
+    count, calls, turns = total["episodes"], max(1, total["calls"]), max(1, total["turns"])
     return {
-        "tools/call_frequency": calls / count,
-        "tools/failure_frequency": sum(episode.tool_failures for episode in episodes) / max(1, calls),
-        "tools/malformed_frequency": sum(episode.malformed for episode in episodes) / max(1, turns),
-        "episodes/mean_turns": turns / count,
-        "episodes/sequences": sum(len(episode.segments) for episode in episodes) / count,
-        "episodes/no_room": endings[Ending.CONTEXT] / count,
-        "episodes/out_of_turns": endings[Ending.TURNS] / count,
+        "tools/call_frequency": total["calls"] / count,
+        "tools/failure_frequency": total["failures"] / calls,
+        "tools/malformed_frequency": total["malformed"] / turns,
+        "episodes/mean_turns": total["turns"] / count,
+        "episodes/sequences": total["sequences"] / count,
+        "episodes/no_room": total[Ending.CONTEXT.value] / count,
+        "episodes/out_of_turns": total[Ending.TURNS.value] / count,
     }
 
 

@@ -38,7 +38,7 @@ class ExternalRollout:
     prompts: list[Any] | None = None  # per row, what the reward functions see of the prompt; None for the dataset's
     # per row, what the reward functions see of the completion; None for its tokens as text
     texts: list[Any] | None = None
-    facts: dict[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
+    counts: Mapping[str, int] = field(default_factory=dict)  # what its episodes did
 
 
 def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> ExternalRollout:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from memsafe_rl.accounting import charge, host_memory
+from memsafe_rl.data.environments import episode_metrics
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
@@ -265,7 +266,7 @@ class Collector:
                 extras=(),
                 external=given.external,
                 pieces=() if given.pieces is None else tuple(gather(given.pieces)),
-                facts=_averaged(gather([given.facts])) if self.episodes.played else {},
+                facts=episode_metrics(gather([given.counts])) if self.episodes.played else {},
             )
         except BaseException:
             pending.cancel()
@@ -480,8 +481,3 @@ def _useful_groups(samples: Samples, count: int) -> Samples:
     """Takes the first groups whose rewards differ, and where they are too few, the first of the others."""
     flat = _flat_groups(samples)
     return samples.groups(sorted(range(len(flat)), key=flat.__getitem__)[:count])
-
-
-def _averaged(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Averages what the ranks log; each has the same number of rows."""
-    return {name: sum(one[name] for one in facts) / len(facts) for name in facts[0]}

@@ -310,11 +310,10 @@ class TrainingLoop:
     def _leave(self, error: BaseException) -> None:
         """Leaves the state as it was before the step, tells the other ranks, and saves what can be resumed."""
         setup = self.setup
-        if setup.committer is None:
-            return
         flush_autograd()  # an interrupted backward left its graph there
         setup.shards.finish_round(setup.recovery.repeat)
-        setup.committer.drop_gradients()
+        if setup.committer is not None:
+            setup.committer.drop_gradients()
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return

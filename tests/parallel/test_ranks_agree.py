@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from memsafe_rl.errors import MemsafeError
+from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.assembly.agreement import begin_alike
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
+from tests.rollout.multi_turn.helpers import Echo, chat_tokenizer
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, make_trainer, weights
 
@@ -67,9 +70,13 @@ class Asking(TrainerCallback):  # type: ignore[misc]
             raise ZeroDivisionError("the last word")
 
 
+def raising(*_: Any) -> Any:
+    raise ZeroDivisionError("no optimizer")
+
+
 def trainer_of(folder: Path, **settings: Any) -> Any:
     usual = {"per_device_train_batch_size": 4, "max_steps": 3, "memory_forecast": False}
-    return make_trainer(folder, eval_dataset=prompts(PROMPTS[:1]), **{**usual, **settings})
+    return make_trainer(folder, **{"eval_dataset": prompts(PROMPTS[:1]), **usual, **settings})
 
 
 def work(rank: int, port: int, folder: str) -> None:
@@ -96,6 +103,19 @@ def work(rank: int, port: int, folder: str) -> None:
         return [float(len(text) % 3) for text in completions]
 
     found["evaluated"] = trainer_of(Path(folder) / "evaluated", reward_funcs=[logs_its_rank]).evaluate()
+    talk = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in PROMPTS]})
+    plays = {"environment_factory": Echo, "processing_class": chat_tokenizer(), "train_dataset": talk}
+    for name, given in {"drawn": {}, "played": {**plays, "eval_dataset": talk.take(1)}}.items():
+        judged = {"num_generations_eval": 1, "reward_funcs": lambda completions, **_: [3.0] * len(completions)}
+        found[name] = trainer_of(Path(folder) / name, max_completion_length=24, **judged, **given).evaluate()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(GRPOTrainer, "create_optimizer", raising)
+        with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
+            trainer_of(Path(folder) / "unready").train()
+    found["unready"] = str(failed.value)
+    if rank:
+        time.sleep(5)  # it may do something else: the other one knows
     with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
         trainer_of(Path(folder) / "end", callbacks=[Asking("")], max_steps=1).train()
     found["end"] = str(failed.value)
@@ -127,6 +147,19 @@ def test_a_model_and_its_reference_of_one_class_are_compared_apart(tmp_path: Pat
 def test_ranks_choose_the_best_step_by_the_same_metrics(ranks: list[dict[Any, Any]]) -> None:
     assert ranks[0]["evaluated"]["eval_rank"] == 0
     assert ranks[0]["evaluated"] == ranks[1]["evaluated"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["drawn", "played"])
+def test_a_rank_without_rows_takes_part_in_an_evaluation(name: str, ranks: list[dict[Any, Any]]) -> None:
+    assert [rank[name]["eval_reward"] for rank in ranks] == [3.0, 3.0]
+    assert name == "drawn" or all(rank[name]["eval_episodes/mean_turns"] >= 1 for rank in ranks)
+
+
+@pytest.mark.slow
+def test_an_error_before_there_is_an_optimizer_ends_all_ranks_with_its_name(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["unready"] for rank in ranks][1] == "no optimizer"
+    assert "Rank 1 ended the run: ZeroDivisionError: no optimizer" in ranks[0]["unready"]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from peft import LoraConfig
 
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
+from memsafe_rl.data.environments import episode_metrics
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -822,3 +823,12 @@ def test_each_episode_has_its_row_for_itself(tmp_path: Path) -> None:
     assert trainer.history[0]["rewards/Takes/mean"] == 5.0
     assert {length for length, _ in seen} == {5}
     assert {length for _, length in seen} == {1}
+
+
+def test_what_ranks_count_is_divided_once() -> None:
+    """Averages of the ranks' rates would say 0.5 of ten calls of which one failed."""
+    first = {"episodes": 1, "calls": 1, "failures": 1, "turns": 2, "sequences": 1, "no room": 1}
+    second = {"episodes": 3, "calls": 9, "failures": 0, "turns": 6, "sequences": 3, "malformed": 4}
+    found = episode_metrics([first, second, {}])
+    assert (found["tools/failure_frequency"], found["tools/malformed_frequency"]) == (0.1, 0.5)
+    assert (found["tools/call_frequency"], found["episodes/mean_turns"], found["episodes/no_room"]) == (2.5, 2.0, 0.25)

@@ -209,15 +209,21 @@ class FunctionEngine(ExternalEngine):
     def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
         engine, kind = self.name, type(completion).__name__
         unusable.when(not isinstance(completion, Completion), "completion/kind", engine=engine, row=row, kind=kind)
-        ids, logprobs, last = completion.ids, completion.logprobs, self._adapter.geometry.vocab_size - 1
+        ids, mask, last = completion.ids, completion.mask, self._adapter.geometry.vocab_size - 1
         shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
         fit = dtype == torch.int64 and len(shape) == 1 and 1 <= len(ids) <= longest
         unusable.when(not fit, "completion/ids", engine=engine, row=row, shape=shape, dtype=dtype, longest=longest)
         for token in ids.tolist():
             unusable.when(not 0 <= token <= last, "completion/token", engine=engine, row=row, token=token, last=last)
-        shape = tuple(getattr(logprobs, "shape", ()))
-        known = shape == tuple(ids.shape) and bool((logprobs.isfinite() & (logprobs <= 1e-3)).all())
-        unusable.when(not known, "completion/logprobs", engine=engine, row=row, shape=shape)
+        for name, values in (("logprobs", completion.logprobs), ("model_logprobs", completion.model_logprobs)):
+            shape, dtype = tuple(getattr(values, "shape", ())), getattr(values, "dtype", type(values).__name__)
+            known = shape == tuple(ids.shape) and dtype in (torch.float32, torch.float64)
+            known = known and bool(
+                ((values.isfinite() & (values <= 1e-3)) | (values.isnan() & (name == "model_logprobs"))).all()
+            )
+            unusable.when(not known, "completion/logprobs", engine=engine, row=row, name=name, shape=shape, dtype=dtype)
+        shape = tuple(ids.shape if mask is None else getattr(mask, "shape", ()))
+        unusable.when(shape != tuple(ids.shape), "completion/mask", engine=engine, row=row, shape=shape, count=len(ids))
         ended = completion.finished
         unusable.when(not isinstance(ended, bool), "completion/finished", engine=engine, row=row, ended=ended)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -106,10 +107,10 @@ class ToolEnvironment(Environment):
     async def _awaited(self, calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
         known = []
         for result in results:
-            try:
-                known.append(await result if inspect.isawaitable(result) else result)
-            except Exception as error:
-                known.append(_failed(error))
+            if inspect.isawaitable(result):  # gathered: that a task of the tool's own was cancelled is its failure only
+                (result,) = await asyncio.gather(result, return_exceptions=True)
+                result = _failed(result) if isinstance(result, BaseException) else result
+            known.append(result)
         return _told(calls, known)
 
 
@@ -148,7 +149,7 @@ class _Failed(dict[str, str]):
         super().__init__(error=reason)
 
 
-def _failed(error: Exception) -> _Failed:
+def _failed(error: BaseException) -> _Failed:
     """Turns what a tool raised into its result; memory that ran out is no answer."""
     if is_out_of_memory(error):
         raise error

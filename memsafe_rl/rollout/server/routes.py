@@ -58,9 +58,9 @@ class Server:
         self._call(
             "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder.resolve())}}
         )
-        self._call("POST", "/update_weight_version", {"new_version": version})
         self._call("POST", "/reset_prefix_cache")
         self._call("POST", "/resume")
+        self._call("POST", "/update_weight_version", {"new_version": version})  # last: what failed before is repeated
 
     def probe(self, ids: Sequence[int], version: str, temperature: float) -> tuple[list[float], int, float]:
         """Returns the log-probs, in nats, of a prompt's tokens but the first, and of a token drawn behind them."""

@@ -161,8 +161,8 @@ class LanguageModels(ModelFactory):
         if is_chat and getattr(self.tokenizer, "response_template", None) is not None:
             before = [context.tolist() if self._image_reader is None else None for context in conditions]
             return [[message_of(self.tokenizer, *turn)] for turn in zip(before, ids, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
+        texts = [self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
+        return [[{"role": "assistant", "content": text}] for text in texts] if is_chat else texts
 
     def completion_ids(self, completions: Sequence[Completion]) -> list[Any]:
         """Returns token ids."""

@@ -227,6 +227,21 @@ def test_a_result_that_is_no_text_is_a_failure() -> None:
     assert (episode.tool_calls, episode.tool_failures) == (2, 1)
 
 
+def test_a_tool_whose_own_task_was_cancelled_has_failed() -> None:
+    async def waits() -> str:
+        """Waits for what is given up."""
+        task = asyncio.ensure_future(asyncio.sleep(5))
+        task.cancel()
+        await task
+        return "never"
+
+    tokenizer = chat_tokenizer()
+    agent = says(tokenizer, script(KEY, '<tool_call>{"name": "waits"}</tool_call>'))
+    (episode,) = play([beginning(ToolEnvironment([waits]))], table(tokenizer, agent))
+    assert [message["content"] for message in episode.messages[1:2]] == ["{'error': ''}"]
+    assert (episode.tool_calls, episode.tool_failures) == (1, 1)
+
+
 # ------------------------------------------------------------------ users
 
 

@@ -33,6 +33,8 @@ class FakeServer:
         self.spoil: Callable[[dict[str, Any]], dict[str, Any]] = dict
         self.dies_after: int | None = None  # completions
         self.fails: set[str] = set()  # routes that answer 500
+        self.fails_once: set[str] = set()  # routes that answer 503, and then as ever
+        self.paused = False
         self.slow = 0.0  # seconds
         self.stumbles = 0  # texts that it answers 503 first
         self.drops: set[str] = set()  # tensors it does not load
@@ -61,6 +63,11 @@ class FakeServer:
         self.asked.append(route)
         if not self._alive or route in self.fails:
             return 500, {"error": "the engine is dead"}
+        if route in self.fails_once:
+            self.fails_once.remove(route)
+            return 503, {"error": "busy"}
+        if route in ("/pause", "/resume"):
+            self.paused = route == "/pause"
         if route == "/collective_rpc":
             weights = {}
             for path in sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors")):
@@ -96,6 +103,8 @@ class FakeServer:
         with self._lock:
             if not probes and self.dies_after is not None and self.drawn >= self.dies_after:
                 return 500, {"error": "the engine is dead"}
+            if self.paused:
+                return 503, {"error": "paused"}
             self.drawn += not probes
         if not probes:
             time.sleep(self.slow)

@@ -204,6 +204,24 @@ def test_a_server_that_answers_500_is_left_out(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "route", ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume", "/update_weight_version"]
+)
+def test_a_server_that_is_busy_while_it_takes_weights_is_told_again(
+    route: str, tmp_path: Path, model: Any, servers: list[FakeServer]
+) -> None:
+    engine = engine_on(tmp_path, model, servers[0])
+    rows_of(engine)
+    nudge(model)
+    servers[0].fails_once = {route}
+    rows_of(engine, step=1)  # from the own engine, if need be
+    rows = rows_of(engine, step=1)
+    assert not servers[0].paused
+    assert servers[0].drawn >= 24
+    assert own_logprobs(model, rows) < 1e-4
+
+
+@pytest.mark.slow
 def test_a_slow_answer_is_given_up_and_ended(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
 ) -> None:
