@@ -61,7 +61,8 @@ ARGUMENTS = {
     "rollout_func": "same; its `logprobs` serve importance correction alone",
     "tools": "same, in [episodes](agents.md) with limits and recovery",
     "environment_factory": "same, with users and several turns ([agents](agents.md))",
-    "callbacks": "same, but for `on_substep_end`; in `on_optimizer_step` gradients are gone and the step is counted",
+    "callbacks": "same, but for `on_substep_end` and `control.should_epoch_stop`; in `on_optimizer_step` gradients are "
+    "gone and the step is counted",
 }
 """What to know of a trainer's argument; all others are the same without a word."""
 

@@ -119,7 +119,7 @@ class Replicas:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds every parameter's gradient over ranks, in place."""
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.requires_grad]  # others: frozen since
         assert all(gradient is not None for gradient in gradients), "complete the gradients before they are summed"
         with self._collective():
             for gradient in gradients:

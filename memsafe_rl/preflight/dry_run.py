@@ -121,7 +121,8 @@ class DryRun:
     def run(self, network: Any, memory: SimulatedMemory, *, reference: Callable[[], Any]) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
         checked = _check_shallow(network(shallow=True), self.config, memory)
-        gc.collect()  # some networks hold themselves, and the shallow one would count beside the whole
+        if memory.live_bytes:  # some networks hold themselves, and the shallow one would count beside the whole
+            gc.collect()
         memory.empty_cache()
         with in_phase(Phase.LOAD), charge(Component.WEIGHTS):
             model, frozen = network(), reference()

@@ -142,6 +142,7 @@ def _update(probe: Probe) -> list[tuple[float, Work]]:
         learner.gradient(rollout, tried, terms, step=setup.memory.step)
         piece = counter.lap()
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         setup.recovery.once(Stage.COMMIT, committer.commit)
     share = _run_tokens(work, plan) / _run_tokens(learner.work(trajectory, tried), plan)

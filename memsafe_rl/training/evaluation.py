@@ -43,7 +43,7 @@ def evaluated(
     metrics = report.of_main(metrics | speed_metrics(prefix, started, num_samples=len(examples)))
     report.tell_log(state, metrics)
     report.call_event("on_evaluate", state, metrics)
-    return metrics
+    return metrics | {"epoch": state.progress.epoch}
 
 
 def track_best(config: TrainerConfig, report: RunLog, state: RunState, metrics: Mapping[str, float]) -> None:

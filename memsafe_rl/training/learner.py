@@ -112,13 +112,14 @@ class Learner:
         with self._setup.memory.phase(Phase.UPDATE):
             rollout, gradient = self.gradient(rollout, mine, terms, step=state.step)
             metrics = self.measure(gradient, terms, step=state.step)
+            self._repeat(Stage.MEASURE, self._setup.committed.clip)  # callbacks see what the optimizer will
             sample = self._sample_weights(state)
             if self._config.num_iterations > 1 and state.cursor.epoch == 0:
                 rollout = self._with_old_logprobs(rollout, gradient)
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
 
     def commit(self, step: int) -> None:
-        """Clips and applies step number `step`; a commit that runs out of memory is rolled back and retried."""
+        """Applies step number `step`; a commit that runs out of memory is rolled back and retried."""
         committer = self._setup.committed
         with self._setup.memory.phase(Phase.OPTIMIZER):
             self._repeat(Stage.COMMIT, committer.unpark)  # brings back the optimizer state that a plan sent to the host
@@ -345,8 +346,7 @@ def make_committer(
                 "float32 copies: load the model in float32, or name an optimizer by optim for master_weights.",
                 type(optimizer).__name__,
             )
-    replaced = half_weights_of(setup.trained, config.master_weights, optimizer)
-    with remedies_named(bool(replaced), config.master_weights):
+    with remedies_named(bool(half_weights_of(setup.trained, config.master_weights, optimizer)), config.master_weights):
         half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
     moved = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)  # of accelerate's wrapper

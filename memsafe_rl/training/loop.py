@@ -337,6 +337,7 @@ class TrainingLoop:
         check_meter(setup.memory.meter)
         if config.memory_budget != "auto":
             setup.memory.enforce()
+        self.use(replace(setup, sampling=setup.models.sampling_settings(setup.adapter)))  # as args say now
         self.make_optimizer()
         self._go_to_start()
         checkpoint = self.files.claim(setup.parallel, resume)

@@ -51,6 +51,7 @@ def test_pass_and_best_at_k_of_an_evaluation(tmp_path: Path) -> None:
     assert metrics["eval_reward"] == pytest.approx((2 + 0.5) / 8)
     assert metrics["eval_runtime"] > 0
     assert metrics["eval_samples_per_second"] > 0
+    assert metrics["epoch"] == 0
 
 
 class Phased:

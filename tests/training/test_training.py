@@ -761,6 +761,63 @@ def test_callbacks_see_the_run_in_order(tmp_path: Path) -> None:
     assert [event for event in seen if event in order] == order
 
 
+def test_callbacks_see_and_change_the_gradients_that_the_optimizer_gets(tmp_path: Path) -> None:
+    """As under transformers' trainer, which clips before; noise that a callback added was scaled down with them."""
+    norms, starts = list[float](), list[torch.Tensor]()
+
+    class Adds(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            norms.append(float(torch.nn.utils.get_total_norm([weight.grad for weight in model.parameters()])))
+            starts.append(weights(trainer))
+            for weight in model.parameters():
+                weight.grad.fill_(1.0)
+
+    settings: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 1e-3, "max_steps": 1}
+    trainer = make_trainer(tmp_path, callbacks=[Adds()], **settings)
+    trainer.train()
+    assert norms == pytest.approx([1e-3], rel=1e-4)
+    torch.testing.assert_close(weights(trainer), starts[0] - 0.1)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_weights_that_a_callback_freezes_stay_as_they_are(half: bool, tmp_path: Path) -> None:
+    """Under AdamW momentum would move them on, and weight decay."""
+    seen: list[Any] = []
+
+    class Freezes(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                model.requires_grad_(False)
+                model.model.layers[1].mlp.up_proj.weight.requires_grad_(True)
+                seen.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+    model = tiny_model().bfloat16() if half else tiny_model()
+    trainer = make_trainer(tmp_path, model=model, callbacks=[Freezes()], max_steps=3, weight_decay=0.1)
+    trainer.train()
+    moved = {name for name, weight in trainer.model.named_parameters() if not torch.equal(weight, seen[0][name])}
+    assert moved == {"model.layers.1.mlp.up_proj.weight"}
+
+
+def test_what_args_say_when_training_begins_counts_in_draws_too(tmp_path: Path) -> None:
+    """The loss took the new temperature, and draws the old one: a sampler that is 0.24 nats off."""
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.args.temperature = 0.5
+    trainer.args.max_completion_length = 9
+    trainer.train()
+    other = make_trainer(tmp_path / "other", max_steps=1, temperature=0.5, max_completion_length=9)
+    other.train()
+    assert trainer.history[0]["completions/max_length"] == 9
+    assert torch.equal(weights(trainer), weights(other))
+
+
+def test_gradient_norm_and_rate_of_a_log_are_the_last_steps(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=2, logging_steps=2, lr_scheduler_type="linear")
+    trainer.train()
+    (log,) = [log for log in trainer.state.log_history if "grad_norm" in log]
+    for name in ("grad_norm", "learning_rate"):
+        assert log[name] == trainer.history[-1][name] != trainer.history[0][name]
+
+
 @pytest.mark.slow
 def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
     trainer = make_trainer(

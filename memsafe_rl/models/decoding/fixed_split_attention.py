@@ -139,8 +139,7 @@ def gradients(
         asked, slope, mixed = (
             _by_head(_padded(whole[:, :, part].to(wide), 2, TILE_QUERIES), heads) for whole in (query, grad, out)
         )
-        products = _products(asked, keys[:, :, :slots])[:, :, :, :count]
-        scores, bend = _scored(products, part, held, bias, sight)
+        scores, bend = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, held, bias, sight)
         weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
         by_weight = _products(slope, values[:, :, :slots]) - (slope * mixed).sum(-1, keepdim=True)
         d_scores = weights * by_weight[:, :, :, :count]
@@ -171,8 +170,7 @@ def forward(
     for part, slots in _query_tiles(query, keys, sight):
         count = part.stop - part.start
         asked = _by_head(_padded(query[:, :, part].to(wide), 2, TILE_QUERIES), heads)
-        products = _products(asked, keys[:, :, :slots])[:, :, :, :count]
-        scores, _ = _scored(products, part, key.shape[2], bias, sight)
+        scores, _ = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, key.shape[2], bias, sight)
         sink = None if sinks is None else sinks.to(wide).view(heads, -1)[None, :, :, None, None]
         peak = scores.amax(4, keepdim=True)
         peak = peak if sink is None else torch.maximum(peak, sink)

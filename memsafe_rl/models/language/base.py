@@ -468,8 +468,7 @@ def naive_logits(distribution: TokenDistribution) -> Tensor:
         return head(hidden_MD)
     dtype = torch.promote_types(hidden_MD.dtype, head.weight_VD.dtype)
     bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
-    logits_MV = functional.linear(hidden_MD.to(dtype), head.weight_VD.to(dtype), bias_V)
-    return LogitMap(head.scale, head.soft_cap)(logits_MV)
+    return LogitMap(head.scale, head.soft_cap)(functional.linear(hidden_MD.to(dtype), head.weight_VD.to(dtype), bias_V))
 
 
 def _number(config: Any, name: str) -> float:

@@ -278,10 +278,10 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
 
 
 def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
-    parts = [part for one in messages if isinstance(one.get("content"), list) for part in one["content"]]
-    if unread := [part for part in parts if not _is_read(part)]:
-        reason = f"the model reads text; a content has a part that is none: {unread[0]!r:.100}"
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_content", reason)
+    for part in (part for one in messages if isinstance(one.get("content"), list) for part in one["content"]):
+        if not (isinstance(part, dict) and ("text" in part or part.get("type") in _LEFT_OUT)):
+            reason = f"the model reads text; a content has a part that is none: {part!r:.100}"
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_content", reason)
     try:
         found = as_template(messages)
         for one in found:
@@ -290,11 +290,6 @@ def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
         reason = f"messages cannot be read: {error!r:.200}"
         raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", reason) from error
     return found
-
-
-def _is_read(part: Any) -> bool:
-    """Whether a part of a content is text, or what may be left out."""
-    return isinstance(part, dict) and ("text" in part or part.get("type") in _LEFT_OUT)
 
 
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:

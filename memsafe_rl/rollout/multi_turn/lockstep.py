@@ -308,8 +308,7 @@ class EpisodeBatch:
             return
         unusable.when(not isinstance(answer, str | None), "user/answer", answer=answer, kind=type(answer).__name__)
         said: list[Message] = [] if answer is None else [{"role": "user", "content": encodable(answer)}]
-        over = answer is None or any(stop in answer for stop in getattr(one.user, "stops", ()))
-        if over:
+        if answer is None or any(stop in answer for stop in getattr(one.user, "stops", ())):
             one.messages += said
             one.ending = Ending.DONE
         elif one.turns:

@@ -301,8 +301,7 @@ def _advantages(
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, partial(check, config, inputs.models))
     repeats = wanted is None or isinstance(wanted, str)
-    made = machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values)
-    return CriticAdvantages(config, made)
+    return CriticAdvantages(config, machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values))
 
 
 def _load(inputs: Inputs, machine: Machine) -> LoadedModel:

@@ -83,11 +83,14 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
     return metrics
 
 
+_LAST = ("num_tokens", "grad_norm", "learning_rate")
+
+
 def averages(pending: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """Averages each metric over the steps that had it, leaving NaN out; of what counts on, the last."""
+    """Averages each metric over the steps that had it, leaving NaN out; of some, the last, as in transformers."""
     means: dict[str, float | None] = {}
     for name, values in pending.items():
-        known = [value for value in values if not math.isnan(value)][-1 if name == "num_tokens" else 0 :]
+        known = [value for value in values if not math.isnan(value)][-1 if name in _LAST else 0 :]
         means[name] = sum(known) / len(known) if known else None
     return means
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from inspect import signature
 from math import inf
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -94,10 +95,14 @@ def build_optimizer(model: nn.Module, config: Any, half: SteppedWeights | None =
         has_foreach = of_torch and "foreach" in signature(optimizer_class).parameters
         if device_type_of(trained[0][1]) == "cuda" and not arguments.get("fused") and has_foreach:
             arguments = {"foreach": True, **arguments}  # as PyTorch chooses on CUDA, but not for fake tensors
-        optimizer: torch.optim.Optimizer = optimizer_class([group for group in groups if group["params"]], **arguments)
+        optimizer: Any = optimizer_class([group for group in groups if group["params"]], **arguments)
+        if arguments.get("optim_bits") == 8:  # of bitsandbytes; embeddings keep 32, as under transformers' trainer
+            tables = [one for part in model.modules() if isinstance(part, nn.Embedding) for one in part.parameters()]
+            optimizer.mng = copy(optimizer.mng)  # which is otherwise one for all optimizers
+            optimizer.mng.pid2config = {id(half.stepped(table)): {"optim_bits": 32} for table in tables}
     except (TypeError, ValueError) as error:
         raise refusal("optim_args", given=config.optim_args, optim=config.optim.value, error=error) from error
-    return optimizer
+    return cast(torch.optim.Optimizer, optimizer)
 
 
 def _has_fused_sgd(parameter: nn.Parameter) -> bool:
@@ -122,8 +127,8 @@ def build_scheduler(optimizer: torch.optim.Optimizer, config: Any, max_steps: in
 class Committer:
     """Moves everything that a committed step moves: weights, optimizer state, schedule and loss scale.
 
-    `measure`, `prepare_commit` and `commit`, in this order, may each run out of memory and be called again, the last
-    after `roll_back`: a step that broke off half way would else move some weights twice.
+    `measure`, `clip`, `prepare_commit` and `commit`, in this order, may each run out of memory and be called again, the
+    last after `roll_back`: a step that broke off half way would else move some weights twice.
     """
 
     def __init__(
@@ -207,7 +212,7 @@ class Committer:
         """Gives zeros to what no row reached: momentum and decay act as if rows of zero advantage had been run."""
         self.half.parts.take_gradients()
         with charge(Component.GRADIENTS):
-            missing = [parameter for parameter in self.parameters if parameter.grad is None]
+            missing = [one for one in self.parameters if one.grad is None and one.requires_grad]  # none frozen since
             for parameter, zeros in zip(missing, [torch.zeros_like(parameter) for parameter in missing], strict=True):
                 parameter.grad = zeros
 
@@ -239,6 +244,15 @@ class Committer:
         )
         return norm
 
+    def clip(self) -> None:
+        """Multiplies each gradient that is stepped by directly by its factor, once; may be repeated."""
+        measured = self._checked()
+        if measured.overflowed or not measured.clip_factors:
+            return
+        for gradient in [weight.grad for weight in self.half.plain if weight.grad is not None][self._clipped :]:
+            gradient.mul_(measured.clip_factors[gradient.device, gradient.dtype])
+            self._clipped += 1
+
     def prepare_commit(self) -> None:
         """Takes back what was parked, makes room for the step, and copies what it may leave half done; repeatable."""
         self.unpark()
@@ -246,13 +260,12 @@ class Committer:
             return
         self.half.open()
         if not steps_without_allocating(self.optimizer, self.stepped):
-            self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters, clipped=self._clipped)
+            self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters)
 
     def commit(self) -> None:
         """Moves weights, rate and loss scale, after an overflow the last alone; after a failure, `roll_back` first."""
         measured = self._checked()
         if not measured.overflowed:
-            self._clip(measured.clip_factors)
             self._moving = True
             with ready_scalars(self.parameters, measured.one):
                 self.half.step(self.optimizer, measured.clip_factors)
@@ -272,7 +285,6 @@ class Committer:
             raise failure("commit", kind=type(self.optimizer).__name__)
         self._snapshot.restore()
         self.half.undone()
-        self._clipped = self._snapshot.clipped if self._snapshot.holds_gradients else self._clipped
         self._moving = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -339,14 +351,6 @@ class Committer:
             gradient.mul_(1.0 / scale["scale"])
             self._unscaled += 1
         return scale
-
-    def _clip(self, factors: ClipFactors) -> None:
-        """Multiplies each gradient that is stepped by directly by its factor once."""
-        if not factors:
-            return
-        for gradient in [weight.grad for weight in self.half.plain if weight.grad is not None][self._clipped :]:
-            gradient.mul_(factors[gradient.device, gradient.dtype])
-            self._clipped += 1
 
 
 @dataclass(frozen=True)

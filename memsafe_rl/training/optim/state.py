@@ -175,11 +175,8 @@ class OptimizerOffload:
 class Snapshot:
     """Holds weights, whatever an optimizer's attributes reach, schedule, random generators and gradients."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, scheduler: Any, parameters: Sequence[nn.Parameter], *, clipped: int
-    ) -> None:
-        self.clipped = clipped
-        self.holds_gradients = type(optimizer).__module__.partition(".")[0] not in _KEEP_GRADIENTS
+    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any, parameters: Sequence[nn.Parameter]) -> None:
+        holds_gradients = type(optimizer).__module__.partition(".")[0] not in _KEEP_GRADIENTS
         self._scheduler = scheduler
         with host_memory():
             self._random = capture_random_state()
@@ -189,7 +186,7 @@ class Snapshot:
             self._schedule = remember(scheduler.state_dict(), seen)
             gradients = [(parameter, parameter.grad) for parameter in parameters]
             self._gradients = [
-                (parameter, remember(gradient, seen) if self.holds_gradients else _constant(gradient))
+                (parameter, remember(gradient, seen) if holds_gradients else _constant(gradient))
                 for parameter, gradient in gradients
             ]
 
@@ -398,7 +395,9 @@ class SteppedWeights:
         for chunk in self._layout.chunks:
             wide.load(chunk)
             for place in chunk:
-                gradients[place].copy_(self._half[place].grad)  # type: ignore[arg-type]  # the gradients are complete
+                if (given := self._half[place].grad) is None:
+                    continue  # frozen since
+                gradients[place].copy_(given)
                 if factor is not None:
                     gradients[place].mul_(factor)
                 wide.parameters[place].grad = gradients[place]

@@ -89,6 +89,7 @@ def untroubled(model: nn.Module, committer: Committer, steps: int = STEPS, scale
     for step in range(steps):
         set_gradients(model, step, scale)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
     return everything(model, committer)
@@ -142,6 +143,7 @@ def faulty_run(
     for step in range(STEPS):
         set_gradients(model, step, scale)
         faults["measure"] += persist(counter, committer.measure)
+        faults["measure"] += persist(counter, committer.clip)
         faults["prepare_commit"] += persist(counter, committer.prepare_commit)
         faults["commit"] += persist(counter, committer.commit, committer.roll_back)
     return everything(model, committer), faults
@@ -297,6 +299,7 @@ def test_early_state_trains_as_lazy_state_does(kind: type, settings: dict[str, A
         for each in (model, plain):
             set_gradients(each, step)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
         plain_step(plain, optimizer, None, 1.0)
@@ -321,6 +324,7 @@ def test_a_loss_scale_moves_as_pytorch_moves_it() -> None:
             if step in (2, 5):
                 next(each.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
         for group in optimizer.param_groups:
@@ -341,6 +345,7 @@ def test_finite_gradients_whose_squares_overflow_are_no_overflow() -> None:
     model, committer = make_committer(named_optimizer("sgd"), scaler=torch.amp.GradScaler("cpu", init_scale=1.0))
     set_gradients(model, 1, 1e30)
     assert not committer.measure().isfinite()
+    committer.clip()
     committer.prepare_commit()
     committer.commit()
     assert committer.scheduler.last_epoch == 1
@@ -375,6 +380,7 @@ def test_the_commit_of_a_fused_step_allocates_nothing(
     for step in range(STEPS):
         set_gradients(model, step, 4.0)
         committer.measure()
+        committer.clip()
         start = counter.allocations
         committer.prepare_commit()
         committer.commit()
@@ -438,6 +444,7 @@ def test_loaded_state_is_kept_and_goes_on(kind: type, settings: dict[str, Any]) 
     for step in (2, 3):
         set_gradients(model, step)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
     assert same(everything(model, committer), expected)
@@ -451,6 +458,7 @@ def test_without_a_copy_a_broken_step_is_called_half_applied(monkeypatch: pytest
     committer.make_state()
     set_gradients(model, 1)
     committer.measure()
+    committer.clip()
     committer.prepare_commit()
 
     def break_off() -> None:
@@ -468,6 +476,7 @@ def test_dropping_gradients_after_a_broken_step_undoes_it(counter: CountingAlloc
     before = everything(model, committer)
     set_gradients(model, 1)
     committer.measure()
+    committer.clip()
     committer.prepare_commit()
     counter.fail_after(40)
     with pytest.raises(torch.OutOfMemoryError):
@@ -500,6 +509,7 @@ def test_undoing_allocates_nothing(counter: CountingAllocator) -> None:
     model, committer = make_committer(named_optimizer("adamw_torch"))
     set_gradients(model, 1)
     committer.measure()
+    committer.clip()
     committer.prepare_commit()
     counter.fail_after(40)
     with pytest.raises(torch.OutOfMemoryError):
@@ -516,6 +526,7 @@ def test_the_copy_is_host_memory_and_goes_with_the_commit() -> None:
         for step in range(2):
             set_gradients(model, step)
             committer.measure()
+            committer.clip()
             held = memory.live_bytes
             committer.prepare_commit()
             assert memory.live_bytes == held
@@ -547,6 +558,7 @@ def test_parked_state_trains_the_same(name: str) -> None:
             committer.park()
             set_gradients(model, step)
             committer.measure()
+            committer.clip()
             committer.prepare_commit()
             committer.commit()
             assert memory.host_live_bytes == 0
@@ -592,6 +604,7 @@ def test_state_loaded_while_parked_replaces_what_was_parked() -> None:
         first = untroubled(model, committer, steps=1)
         set_gradients(model, 1)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
         committer.park()
@@ -624,6 +637,20 @@ def test_another_optimizer_goes_on_at_the_rate_of_the_first() -> None:
     assert other.learning_rate == committer.learning_rate == pytest.approx(1e-2 / 4)
     other.scheduler.step()
     assert other.learning_rate == pytest.approx(1e-2 / 5)
+
+
+def test_eight_bit_optimizers_keep_the_state_of_embeddings_in_float32() -> None:
+    """As transformers' trainer has it, and bitsandbytes advises; no other optimizer of the process is told of it."""
+    model = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128))
+    optimizer: Any = build_optimizer(model, GRPOConfig(optim="adamw_bnb_8bit"))
+    (model(torch.arange(4)).sum()).backward()
+    optimizer.step()
+    assert [optimizer.state[weight]["state1"].dtype for weight in model.parameters()] == [
+        torch.float32,
+        torch.uint8,
+        torch.float32,  # a bias, smaller than bitsandbytes packs
+    ]
+    assert not type(optimizer.mng).get_instance().pid2config
 
 
 def test_an_argument_that_the_optimizer_cannot_use_is_refused() -> None:

@@ -55,6 +55,7 @@ def committer_of(model: nn.Module, config: GRPOConfig) -> Committer:
 def step(model: nn.Module, committer: Committer, number: int) -> None:
     set_gradients(model, number)
     committer.measure()
+    committer.clip()
     committer.prepare_commit()
     committer.commit()
 
@@ -131,6 +132,7 @@ def learned(choice: Any, dtype: torch.dtype = torch.bfloat16, steps: int = 300) 
         (weight,) = model.parameters()
         weight.grad = (weight.detach().double() - target).to(dtype)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         committer.commit()
     end = weight.detach().double()
@@ -243,6 +245,7 @@ def test_a_fault_at_any_allocation_of_a_step_leaves_no_trace(name: str, choice: 
         for number in range(STEPS):
             set_gradients(model, number)
             persist(counter, committer.measure)
+            persist(counter, committer.clip)
             assert persist(counter, committer.prepare_commit) > 0, "the buffers of the step"
             faults += persist(counter, committer.commit, committer.roll_back)
         assert same(everything(model, committer), expected)
@@ -258,6 +261,7 @@ def test_a_step_that_is_given_up_leaves_the_weights_as_they_were(choice: Any) ->
         before = trained(model, committer)
         set_gradients(model, STEPS)
         committer.measure()
+        committer.clip()
         committer.prepare_commit()
         counter.fail_after(20)
         with pytest.raises(torch.OutOfMemoryError):
