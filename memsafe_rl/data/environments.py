@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import call
 from typing import Any
@@ -172,10 +173,10 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Leaves the episodes under way, if any, and ends the threads in which environments were called."""
-        for pool in self._pools.values():
-            for environment in pool.made:
-                environment.close()
-        self.caller.close()
+        with ExitStack() as ending:  # each, whatever another raises
+            ending.callback(self.caller.close)
+            for environment in (one for pool in self._pools.values() for one in pool.made):
+                ending.callback(environment.close)
 
     def _environment(self, example: dict[str, Any]) -> Environment:
         name = example.pop("environment", None) if self.named else None

@@ -139,7 +139,8 @@ def _cut(drawn: Completion, limit: int) -> Completion:
 def plain_completion(drawn: Completion) -> dict[str, Any]:
     """Writes a completion as plain values."""
     own = None if drawn.model_logprobs is drawn.logprobs else drawn.model_logprobs.tolist()
-    numbers = {"ids": drawn.ids.tolist(), "logprobs": drawn.logprobs.tolist(), "model_logprobs": own}
+    mask = None if drawn.mask is None else drawn.mask.tolist()
+    numbers = {"ids": drawn.ids.tolist(), "logprobs": drawn.logprobs.tolist(), "model_logprobs": own, "mask": mask}
     return {**numbers, "finished": drawn.finished, "ties": drawn.ties}
 
 
@@ -150,4 +151,5 @@ def completion_from(plain: Mapping[str, Any]) -> Completion:
         ids = torch.tensor(plain["ids"], dtype=torch.int64)
         logprobs = torch.tensor(plain["logprobs"], dtype=torch.float32)
         own_logprobs = logprobs if own is None else torch.tensor(own, dtype=torch.float32)
-    return Completion(ids, logprobs, own_logprobs, plain["finished"], plain["ties"])
+        mask = None if plain.get("mask") is None else torch.tensor(plain["mask"], dtype=torch.uint8)
+    return Completion(ids, logprobs, own_logprobs, plain["finished"], plain["ties"], mask=mask)

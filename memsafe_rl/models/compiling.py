@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.models.module_state import replaced
+from memsafe_rl.types import COMPILE_MODES
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Compiled:
     def _run(self, mode: str) -> Callable[..., Any]:
         if self._obstacle is not None:
             logger.warning("%s runs without torch.compile: %s", self._name, self._obstacle)
-            self._made[mode], self._obstacle = self._function, None
+            self._made, self._obstacle = dict.fromkeys(COMPILE_MODES, self._function), None
         if mode not in self._made:
             # As many roundings as the function itself has, so that half precision stays near to what it would be.
             options = {**list_mode_options(mode), "emulate_precision_casts": True, "size_asserts": False}

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,15 +121,14 @@ class TrainingLoop:
                     if degradation is not None:
                         self.degrade(degradation)
         finally:
-            try:
-                self.collector.close()
-                self.setup.memory.release()
-                self.report.write(self.state)
-                self.report.call_own_event("on_run_closed")
-            finally:
-                self.files.release()
-                self._running = False
-                self.setup.return_weights()
+            self._running = False
+            with ExitStack() as ending:  # the last first, and each whatever another raises
+                ending.callback(self.setup.return_weights)
+                ending.callback(self.files.release)
+                ending.callback(self.report.call_own_event, "on_run_closed")
+                ending.callback(self.report.write, self.state)
+                ending.callback(self.setup.memory.release)
+                ending.callback(self.collector.close)
         try:
             return self._end(started, first)
         except BaseException as error:

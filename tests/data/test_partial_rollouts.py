@@ -145,7 +145,8 @@ def test_lower_limits_cut_what_waits() -> None:
 def test_groups_come_back_from_plain_values_bit_for_bit() -> None:
     logprobs = torch.tensor([-0.1, -1e-30, -float("inf")])
     own = torch.tensor([-0.3, -2.0, float("nan")])
-    drawn = Completion(torch.tensor([5, 6, 7]), logprobs, own, finished=True, ties=2)
+    mask = torch.tensor([1, 0, 1], dtype=torch.uint8)
+    drawn = Completion(torch.tensor([5, 6, 7]), logprobs, own, finished=True, ties=2, mask=mask)
     alike = Completion(torch.tensor([5]), own[:1], own[:1], finished=False)
     same = replace(alike, model_logprobs=alike.logprobs)
     group = OpenGroup(11, 3, 4, prompts(11, 1), (drawn, same, None))
@@ -158,7 +159,8 @@ def test_groups_come_back_from_plain_values_bit_for_bit() -> None:
     assert torch.equal(one.logprobs, logprobs)
     assert one.model_logprobs.view(torch.int32).tolist() == own.view(torch.int32).tolist()
     assert (one.ids.tolist(), one.finished, one.ties) == ([5, 6, 7], True, 2)
-    assert two.model_logprobs is two.logprobs
+    assert torch.equal(one.mask, mask)
+    assert (two.model_logprobs is two.logprobs, two.mask) == (True, None)
 
 
 # With the real engine

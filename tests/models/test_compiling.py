@@ -131,6 +131,15 @@ def test_more_forms_than_the_bound_run_as_they_are(
     assert caplog.text.count("a product runs without torch.compile: FailOnRecompileLimitHit") == 1
 
 
+def test_what_is_known_not_to_compile_is_compiled_in_no_mode(caplog: pytest.LogCaptureFixture) -> None:
+    function = Compiled(torch.sin, "a sine", "its cache grows")
+    with caplog.at_level(logging.WARNING):
+        for mode in ("default", "reduce-overhead"):
+            assert function.run(mode, torch.zeros(1)) == 0
+    assert counters["stats"]["unique_graphs"] == 0
+    assert caplog.text.count("a sine runs without torch.compile: its cache grows") == 1
+
+
 def test_a_refused_allocation_while_compiling_is_one_to_be_repeated() -> None:
     refused = torch.OutOfMemoryError("no room")
 

@@ -365,6 +365,24 @@ def test_environments_by_name_and_datasets_without_prompts(tmp_path: Path) -> No
     assert trainer.history[0]["reward"] == pytest.approx((4 * 1.0 + 4 * 0.25) / 8)
 
 
+def test_an_environment_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> None:
+    open_ones: set[int] = set()
+
+    class Stuck(Digits):
+        def reset(self, example: Any) -> Any:
+            open_ones.add(id(self))
+            return super().reset(example)
+
+        def close(self) -> None:
+            open_ones.discard(id(self))
+            raise OSError(f"{len(open_ones)} are open")
+
+    trainer = trainer_of(tmp_path, environment_factory=Stuck, max_steps=1)
+    with pytest.raises(OSError, match="0 are open"):
+        trainer.train()
+    assert not open_ones
+
+
 def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
     rows = [{"day": 3}] * 8
