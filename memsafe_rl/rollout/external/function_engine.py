@@ -207,22 +207,23 @@ class FunctionEngine(ExternalEngine):
         return drawn
 
     def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
-        where, kind = {"engine": self.name, "row": row}, type(completion).__name__
-        unusable.when(not isinstance(completion, Completion), "completion/kind", kind=kind, **where)
+        engine, kind = self.name, type(completion).__name__
+        unusable.when(not isinstance(completion, Completion), "completion/kind", kind=kind, engine=engine, row=row)
         ids, mask, last = completion.ids, completion.mask, self._adapter.geometry.vocab_size - 1
         shape, dtype = tuple(getattr(ids, "shape", ())), getattr(ids, "dtype", type(ids).__name__)
         fit = dtype == torch.int64 and len(shape) == 1 and 1 <= len(ids) <= longest
-        unusable.when(not fit, "completion/ids", shape=shape, dtype=dtype, longest=longest, **where)
+        unusable.when(not fit, "completion/ids", shape=shape, dtype=dtype, longest=longest, engine=engine, row=row)
         for token in ids.tolist():
-            unusable.when(not 0 <= token <= last, "completion/token", token=token, last=last, **where)
+            unusable.when(not 0 <= token <= last, "completion/token", token=token, last=last, engine=engine, row=row)
         for name, values in (("logprobs", completion.logprobs), ("model_logprobs", completion.model_logprobs)):
             shape, dtype = tuple(getattr(values, "shape", ())), getattr(values, "dtype", type(values).__name__)
             known = shape == tuple(ids.shape) and dtype in (torch.float32, torch.float64)
             known = known and bool((values.isfinite() & (values <= 1e-3) | values.isnan() & (name != "logprobs")).all())
-            unusable.when(not known, "completion/logprobs", name=name, shape=shape, dtype=dtype, **where)
+            unusable.when(not known, "completion/logprobs", name=name, shape=shape, dtype=dtype, engine=engine, row=row)
         shape = tuple(ids.shape if mask is None else getattr(mask, "shape", ()))
-        unusable.when(shape != tuple(ids.shape), "completion/mask", shape=shape, count=len(ids), **where)
-        unusable.when(type(completion.finished) is not bool, "completion/finished", ended=completion.finished, **where)
+        unusable.when(shape != tuple(ids.shape), "completion/mask", shape=shape, count=len(ids), engine=engine, row=row)
+        ended = completion.finished
+        unusable.when(not isinstance(ended, bool), "completion/finished", engine=engine, row=row, ended=ended)
 
 
 @dataclass(frozen=True)
