@@ -11,10 +11,9 @@ Axes: ``B`` rows, ``H`` key/value heads, ``R`` query heads of each, ``N`` querie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,22 +30,6 @@ TILE_KEYS = 32
 
 TILE_QUERIES = 16
 """Queries of one product, of each query head."""
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _without_autocast(product: Callable[P, R]) -> Callable[P, R]:
-    """Keeps products in the type of what they are given, which autocast would narrow."""
-
-    @wraps(product)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        (device,) = {part.device.type for part in args[:1] if isinstance(part, Tensor)}
-        with torch.autocast(device, enabled=False):
-            return product(*args, **kwargs)
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -113,7 +96,6 @@ class _Attention(torch.autograd.Function):
         return *narrow, None
 
 
-@_without_autocast
 def gradients(
     grad: Tensor,
     query: Tensor,
@@ -129,69 +111,70 @@ def gradients(
 
     ``P = e^(S - L)``, ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(dO O))``, ``dQ = dS K``, ``dK = dS^T Q``.
     """
-    heads, wide, held = key.shape[1], lse.dtype, key.shape[2]
-    keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
-    dq = torch.empty_like(query, dtype=wide)
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-    for part, slots in _query_tiles(query, keys, sight):
-        count = part.stop - part.start
-        asked, slope, mixed = (
-            _by_head(_padded(whole[:, :, part].to(wide), 2, TILE_QUERIES), heads) for whole in (query, grad, out)
-        )
-        scores, bend = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, held, bias, sight)
-        weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
-        by_weight = _products(slope, values[:, :, :slots]) - (slope * mixed).sum(-1, keepdim=True)
-        d_scores = weights * by_weight[:, :, :, :count]
-        dv[:, :, :slots] += _by_slot(_padded(weights, 3, TILE_QUERIES), slope)
-        if d_bias is not None:
-            share = d_scores.flatten(1, 2)[..., : min(slots, held)]
-            d_bias[:, :, part, : min(slots, held)] += share.sum_to_size(len(d_bias), *share.shape[1:])
-        d_scores = _padded(d_scores * bend, 3, TILE_QUERIES)
-        dq[:, :, part] = _added(d_scores, keys[:, :, :slots], count)[0].flatten(1, 2)
-        dk[:, :, :slots] += _by_slot(d_scores, asked)
-    d_sinks = None
-    if sinks is not None:
-        means = (grad * out).sum(-1, dtype=wide)
-        d_sinks = -((sinks.to(wide)[None, :, None] - lse).exp() * means).sum((0, 2))
-    return dq, dk[:, :, :held], dv[:, :, :held], d_bias, d_sinks
+    with torch.autocast(query.device.type, enabled=False):  # which would narrow products
+        heads, wide, held = key.shape[1], lse.dtype, key.shape[2]
+        keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
+        dq = torch.empty_like(query, dtype=wide)
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        d_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        for part, slots in _query_tiles(query, keys, sight):
+            count = part.stop - part.start
+            asked, slope, mixed = (
+                _by_head(_padded(whole[:, :, part].to(wide), 2, TILE_QUERIES), heads) for whole in (query, grad, out)
+            )
+            scores, bend = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, held, bias, sight)
+            weights = (scores - _by_head(lse[:, :, part, None], heads)).exp_()
+            by_weight = _products(slope, values[:, :, :slots]) - (slope * mixed).sum(-1, keepdim=True)
+            d_scores = weights * by_weight[:, :, :, :count]
+            dv[:, :, :slots] += _by_slot(_padded(weights, 3, TILE_QUERIES), slope)
+            if d_bias is not None:
+                share = d_scores.flatten(1, 2)[..., : min(slots, held)]
+                d_bias[:, :, part, : min(slots, held)] += share.sum_to_size(len(d_bias), *share.shape[1:])
+            d_scores = _padded(d_scores * bend, 3, TILE_QUERIES)
+            dq[:, :, part] = _added(d_scores, keys[:, :, :slots], count)[0].flatten(1, 2)
+            dk[:, :, :slots] += _by_slot(d_scores, asked)
+        d_sinks = None
+        if sinks is not None:
+            means = (grad * out).sum(-1, dtype=wide)
+            d_sinks = -((sinks.to(wide)[None, :, None] - lse).exp() * means).sum((0, 2))
+        return dq, dk[:, :, :held], dv[:, :, :held], d_bias, d_sinks
 
 
-@_without_autocast
 def forward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sinks: Tensor | None, sight: Sight
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of `attend`, and the log-sum-exp of every query's scores (B, H x R, N)."""
-    heads, wide = key.shape[1], torch.promote_types(query.dtype, torch.float32)
-    rows, all_heads, tokens, _ = query.shape
-    keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
-    out = value.new_empty(rows, all_heads, tokens, value.shape[3])
-    lse = torch.empty(rows, all_heads, tokens, dtype=wide, device=query.device)
-    for part, slots in _query_tiles(query, keys, sight):
-        count = part.stop - part.start
-        asked = _by_head(_padded(query[:, :, part].to(wide), 2, TILE_QUERIES), heads)
-        scores, _ = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, key.shape[2], bias, sight)
-        sink = None if sinks is None else sinks.to(wide).view(heads, -1)[None, :, :, None, None]
-        peak = scores.amax(4, keepdim=True)
-        peak = peak if sink is None else torch.maximum(peak, sink)
-        peak = peak.masked_fill(peak == -torch.inf, 0)
-        weights = _padded((scores - peak).exp_(), 3, TILE_QUERIES)
-        mixed, total = _added(weights, values[:, :, :slots], count)
-        if sink is not None:
-            total = total + (sink - peak).exp()
-        # A query that sees nothing, such as padding, gives 0.
-        out[:, :, part] = (mixed / total.masked_fill(total == 0, 1)).flatten(1, 2).to(out.dtype)
-        lse[:, :, part] = (total.log() + peak).flatten(1, 2)[..., 0]
-    return out, lse
+    with torch.autocast(query.device.type, enabled=False):  # which would narrow products
+        heads, wide = key.shape[1], torch.promote_types(query.dtype, torch.float32)
+        rows, all_heads, tokens, _ = query.shape
+        keys, values = (_padded(part, 2, TILE_KEYS).to(wide) for part in (key, value))
+        out = value.new_empty(rows, all_heads, tokens, value.shape[3])
+        lse = torch.empty(rows, all_heads, tokens, dtype=wide, device=query.device)
+        for part, slots in _query_tiles(query, keys, sight):
+            count = part.stop - part.start
+            asked = _by_head(_padded(query[:, :, part].to(wide), 2, TILE_QUERIES), heads)
+            scores, _ = _scored(_products(asked, keys[:, :, :slots])[:, :, :, :count], part, key.shape[2], bias, sight)
+            sink = None if sinks is None else sinks.to(wide).view(heads, -1)[None, :, :, None, None]
+            peak = scores.amax(4, keepdim=True)
+            peak = peak if sink is None else torch.maximum(peak, sink)
+            peak = peak.masked_fill(peak == -torch.inf, 0)
+            weights = _padded((scores - peak).exp_(), 3, TILE_QUERIES)
+            mixed, total = _added(weights, values[:, :, :slots], count)
+            if sink is not None:
+                total = total + (sink - peak).exp()
+            # A query that sees nothing, such as padding, gives 0.
+            out[:, :, part] = (mixed / total.masked_fill(total == 0, 1)).flatten(1, 2).to(out.dtype)
+            lse[:, :, part] = (total.log() + peak).flatten(1, 2)[..., 0]
+        return out, lse
 
 
-def _query_tiles(query: Tensor, key: Tensor, sight: Sight) -> Iterator[tuple[slice, int]]:
-    """Cuts the queries into tiles; returns each with the slots, in whole tiles, that any of them may see."""
-    tokens, held = query.shape[2], -(-key.shape[2] // TILE_KEYS) * TILE_KEYS
+def _query_tiles(query: Tensor, keys: Tensor, sight: Sight) -> Iterator[tuple[slice, int]]:
+    """Cuts the queries into tiles; returns each with the slots, in tiles as the keys are, that it may see."""
+    tokens, held = query.shape[2], keys.shape[2]
     for start in range(0, tokens, TILE_QUERIES):
         stop = min(tokens, start + TILE_QUERIES)
         seen = held if sight.first is None else min(held, -(-(sight.first + stop) // TILE_KEYS) * TILE_KEYS)
-        yield slice(start, stop), min(seen, key.shape[2])
+        yield slice(start, stop), seen
 
 
 def _scored(
