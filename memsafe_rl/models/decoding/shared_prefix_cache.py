@@ -461,18 +461,14 @@ class SourceMarks(Cache):  # type: ignore[misc]
         return self._layers.get(id(key))
 
 
-def block_of(
-    read: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int], windows: Sequence[int | None]
-) -> PromptBlock:
+def block_of(read: Sequence[tuple[Tensor, Tensor]], lengths: Sequence[int]) -> PromptBlock:
     """Makes a block of prompts that were read, padded on the right, in one forward."""
-    block = PromptBlock(
+    return PromptBlock(
         lengths=tuple(lengths),
         keys=[keys for keys, _ in read],
         values=[values for _, values in read],
         dropped=[_starts(lengths, keys.shape[2]) for keys, _ in read],
     )
-    block.trim(windows, 0)
-    return block
 
 
 def longer_block(

@@ -197,7 +197,7 @@ class CausalLMAdapter(LanguageAdapter):
             )
         last_PD = torch.stack([output[0][row, length - 1] for row, length in enumerate(lengths)])
         del output  # of which a copy of the last states is enough
-        state = SharedPrefixState.of_prompts(block_of(cache.read, lengths, windows), windows, self.device)
+        state = SharedPrefixState.of_prompts(block_of(cache.read, lengths), windows, self.device)
         del cache
         for before, after in pairwise(chunks):
             start, end = after.start, after.stop

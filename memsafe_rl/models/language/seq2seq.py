@@ -107,8 +107,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         )[0]
         if len(own.read) != len(self._windows) or len(cross.read) != len(self._windows):
             raise NotImplementedError(f"{len(own.read)} and {len(cross.read)} layers of {len(self._windows)} keep keys")
-        block = block_of(own.read, [1] * len(prompts), self._windows)
-        block.source = block_of(cross.read, lengths, [None] * len(self._windows))
+        block = block_of(own.read, [1] * len(prompts))
+        block.source = block_of(cross.read, lengths)
         return self._logits(last_P1D[:, -1]), SharedPrefixState.of_prompts(block, self._windows, self.device)
 
     def row_logits(self, model: Any, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
