@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 _ENDLESS = TimeoutPolicy()
 _ROWS = 32  # completions that a reward model scores in one forward pass where nobody says how many
 _GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-_NOTHING = torch.empty(0)
 _ROWS_NAMED = 3
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -90,7 +89,6 @@ class RewardRunner:
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        device: torch.device | str | None = None,
         patience: TimeoutPolicy = _ENDLESS,
         rollout_columns: Sequence[str] = (),
     ) -> None:
@@ -114,8 +112,6 @@ class RewardRunner:
         self._rollout_columns = frozenset(rollout_columns)
         self._warned = False
         self._gave_nan: set[str] = set()
-        if device is not None:
-            self.to(device)
 
     @property
     def functions(self) -> list[RewardFunction | nn.Module]:
@@ -145,12 +141,7 @@ class RewardRunner:
         """Tries the largest pass of every reward model; calls no function and gives no rewards."""
         for source in self._sources:
             if isinstance(source, RewardModel):
-
-                def largest(reward_rows: int, model: RewardModel = source) -> Tensor:
-                    model.rehearse(tokens, min(rows, reward_rows))
-                    return _NOTHING
-
-                attempt(largest)
+                attempt(functools.partial(source.rehearse, tokens, rows))
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Refuses a dataset that lacks a column some function cannot do without."""

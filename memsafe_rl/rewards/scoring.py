@@ -82,17 +82,18 @@ class RewardModel:
             raise unusable("model/infinite", name=self.name, value=rewards_B[row].item(), row=row, rows=len(rewards_B))
         return rewards_B
 
-    def rehearse(self, tokens: int, reward_rows: int) -> None:
-        """Runs one forward pass of as many rows as are scored together, all of them as long as can be but one."""
+    def rehearse(self, tokens: int, rows: int, reward_rows: int) -> Tensor:
+        """Scores as many of so many rows as are scored together once, all of them as long as can be but one."""
         limit = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
         tokens = max(1, tokens if limit is None else min(tokens, limit))
         some = int(self.tokenizer.pad_token_id == 0)  # a token that is no padding
-        rows = [[some] * max(1, tokens - (row > 0 and row + 1 == reward_rows)) for row in range(reward_rows)]
-        fields = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        count = min(rows, reward_rows)
+        ids = [[some] * max(1, tokens - (row > 0 and row + 1 == count)) for row in range(count)]
+        fields = {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
         if "token_type_ids" in self.tokenizer.model_input_names:
-            fields["token_type_ids"] = [[0] * len(row) for row in rows]
+            fields["token_type_ids"] = [[0] * len(row) for row in ids]
         self.model.eval()
-        self._forward(fields)
+        return self._forward(fields)
 
     def _own_tokenizer(self, revision: str | None, trust_remote_code: bool) -> Any:
         identifier = getattr(getattr(self.model, "config", None), "_name_or_path", "")

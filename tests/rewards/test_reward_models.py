@@ -118,7 +118,8 @@ def test_a_model_is_loaded_by_name_with_its_tokenizer(tmp_path):
     folder = tmp_path / "my-reward-model"
     classifier().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
-    runner = RewardRunner([str(folder), classifier()], [None, tiny_tokenizer()], device="cpu")
+    runner = RewardRunner([str(folder), classifier()], [None, tiny_tokenizer()])
+    runner.to("cpu")
     assert runner.names == ("my-reward-model", "Qwen3ForSequenceClassification")
     rewards_BF = runner.begin(PROMPTS, COMPLETIONS, [[0]] * 5).result().rewards_BF
     torch.testing.assert_close(rewards_BF[:, 0], rewards_BF[:, 1])
