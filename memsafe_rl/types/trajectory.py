@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 
 class SequenceKey(NamedTuple):
@@ -124,18 +125,10 @@ class Ragged:
         views = self.rows()
         return Ragged.from_rows([views[row] for row in rows])
 
-    def put(self, rows: Iterable[int], values: Sequence[Tensor]) -> None:
-        """Overwrites the given rows in place with rows of the same lengths."""
-        views = self.rows()
-        for row, value in zip(rows, values, strict=True):
-            views[row].copy_(value)
-
     def pad(self, rows: Sequence[int], fill: float | int, device: torch.device | str | None = None) -> Tensor:
         """Cuts rows out as one tensor (n, longest of these rows, ...), padded on the right."""
         views = self.rows()
-        out = self.flat.new_full((len(rows), max(self.lengths[row] for row in rows), *self.flat.shape[1:]), fill)
-        for position, row in enumerate(rows):
-            out[position, : self.lengths[row]] = views[row]
+        out = pad_sequence([views[row] for row in rows], batch_first=True, padding_value=fill)
         # Only on its way to a device may a copy be under way still when it is read.
         return out if device is None else out.to(device, non_blocking=out.device.type == "cpu")
 
@@ -151,7 +144,9 @@ class Ragged:
         else:
             flat = known.flat.clone()
         store = Ragged(flat, self.lengths)
-        store.put(rows, list(rows.values()))
+        views = store.rows()
+        for row, values in rows.items():
+            views[row].copy_(values)
         return store
 
 
