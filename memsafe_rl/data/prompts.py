@@ -62,12 +62,12 @@ class IndexedPrompts:
     """A map-style dataset, reshuffled each epoch as a pure function of the seed."""
 
     def __init__(
-        self, examples: Sequence[dict[str, Any]], *, batch: int, seed: int, shuffle: bool, keep: Sequence[int] | None
+        self, examples: Sequence[dict[str, Any]], *, batch: int, seed: int, shuffle: bool, keep: Sequence[int]
     ) -> None:
         self._examples = examples
-        self._keep = list(range(len(examples))) if keep is None else list(keep)
-        unusable.when(len(self._keep) < batch, "train_dataset/few", count=len(self._keep), batch=batch)
-        self.prompts_per_epoch = len(self._keep) // batch * batch
+        self._keep = keep
+        unusable.when(len(keep) < batch, "train_dataset/few", count=len(keep), batch=batch)
+        self.prompts_per_epoch = len(keep) // batch * batch
         self._seed = seed
         self._shuffle = shuffle
         self._order: tuple[int, list[int]] = (-1, [])
@@ -362,10 +362,11 @@ def prompt_of(example: Mapping[str, Any], whose: str = "an example") -> Any:
     return with_images(example["prompt"], images) if images else example["prompt"]
 
 
-def prompt_batches(dataset: Any, columns: Sequence[str], size: int = _TOKENIZE_BATCH) -> Iterator[list[Any]]:
+def prompt_batches(dataset: Any, columns: Sequence[str]) -> Iterator[list[Any]]:
     """Yields the prompts of a map-style dataset, several at once, or one by one where they may hold images."""
     if columns == PromptReader.columns:
-        yield from (dataset[start : start + size]["prompt"] for start in range(0, len(dataset), size))
+        for start in range(0, len(dataset), _TOKENIZE_BATCH):
+            yield dataset[start : start + _TOKENIZE_BATCH]["prompt"]
         return
     found = [name for name in columns if name in dataset.column_names]
     rows = dataset if dataset.format["type"] == "custom" else dataset.select_columns(found).with_format("arrow")

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+_RELATIVE_ROUNDING = 1e-6
+"""By how much of itself a sum of float32 rewards may miss the threshold."""
+
 
 def pass_at_k(passed: int, samples: int, k: int) -> float:
     """Estimates, without bias, the probability that one of k samples of a prompt passes.
@@ -61,9 +64,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     return math.fsum(best)
 
 
-def sample_metrics(
-    rewards_PG: Tensor, ks: Sequence[int], threshold: float, *, relative_rounding: float = 1e-6
-) -> dict[str, float]:
+def sample_metrics(rewards_PG: Tensor, ks: Sequence[int], threshold: float) -> dict[str, float]:
     """Averages pass@k, best@k and the share that passed over prompts, each prompt counting the same.
 
     A sample without a reward (NaN) is left out, and a prompt with fewer than k rewards out of what is said of k.
@@ -72,13 +73,12 @@ def sample_metrics(
         rewards_PG: (P, G) float32, NaN where there is no reward.
         ks: samples of a try, each between 1 and G.
         threshold: reward at which a sample passes.
-        relative_rounding: by how much of itself a sum of float32 rewards may miss the threshold.
 
     Returns:
         ``pass@k`` for every k, ``best@k`` for every k above 1, and ``mean@G``, the mean share of samples that passed,
         which is pass@1 where every sample has a reward; NaN where no prompt has rewards enough.
     """
-    least = threshold - relative_rounding * abs(threshold)
+    least = threshold - _RELATIVE_ROUNDING * abs(threshold)
     prompts = [[reward for reward in rewards if not math.isnan(reward)] for rewards in rewards_PG.tolist()]
     counts = [(sum(reward >= least for reward in rewards), len(rewards)) for rewards in prompts]
     metrics = {f"mean@{rewards_PG.shape[1]}": _mean([passed / samples for passed, samples in counts if samples])}

@@ -38,7 +38,7 @@ def examples(count: int) -> list[dict[str, str]]:
 
 
 def test_every_epoch_reads_each_prompt_once_in_its_own_order() -> None:
-    source = IndexedPrompts(examples(7), batch=3, seed=1, shuffle=True, keep=None)
+    source = IndexedPrompts(examples(7), batch=3, seed=1, shuffle=True, keep=range(7))
     assert source.prompts_per_epoch == 6
     first = [row["prompt"] for row in source.take(0, 6)]
     second = [row["prompt"] for row in source.take(6, 6)]
@@ -48,8 +48,8 @@ def test_every_epoch_reads_each_prompt_once_in_its_own_order() -> None:
 
 
 def test_a_position_is_all_the_state_there_is() -> None:
-    a = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=None)
-    b = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=None)
+    a = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=range(9))
+    b = IndexedPrompts(examples(9), batch=2, seed=5, shuffle=True, keep=range(9))
     a.take(0, 13)
     assert a.take(13, 4) == b.take(13, 4)
 
@@ -65,7 +65,7 @@ def test_a_stream_goes_back_and_starts_over() -> None:
 
 def test_too_few_prompts_are_refused_with_both_numbers() -> None:
     with pytest.raises(DataError, match="has 2 usable prompts but one rollout takes 3"):
-        IndexedPrompts(examples(2), batch=3, seed=0, shuffle=False, keep=None)
+        IndexedPrompts(examples(2), batch=3, seed=0, shuffle=False, keep=range(2))
 
 
 def test_plain_and_conversational_prompts_become_ids() -> None:

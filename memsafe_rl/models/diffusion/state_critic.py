@@ -45,19 +45,17 @@ class StateEncoder(nn.Module):
         largest_timestep: float,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        width: int = _WIDTH,
     ) -> None:
         super().__init__()
         placed: dict[str, Any] = {"dtype": dtype, "device": device}
         size = math.prod(shape)
         self._pools = size > _READ_WHOLE
         self._largest = largest_timestep
-        self.width = width
-        self.state = nn.Linear(2 * shape[0] if self._pools else size, width, **placed)
-        self.told = nn.Linear(2 * _WAVES + condition_width, width, **placed)
+        self.state = nn.Linear(2 * shape[0] if self._pools else size, _WIDTH, **placed)
+        self.told = nn.Linear(2 * _WAVES + condition_width, _WIDTH, **placed)
         # One norm each: a state has hundreds of numbers, and would drown what is told.
-        self.state_norm, self.told_norm = nn.LayerNorm(width, **placed), nn.LayerNorm(width, **placed)
-        self.inner = nn.Linear(width, width, **placed)
+        self.state_norm, self.told_norm = nn.LayerNorm(_WIDTH, **placed), nn.LayerNorm(_WIDTH, **placed)
+        self.inner = nn.Linear(_WIDTH, _WIDTH, **placed)
 
     def forward(self, x: Tensor, timesteps: Tensor, condition: Condition) -> Tensor:
         """Returns hidden states (M, D) of states (M, ...), timesteps (M,) and their condition."""
@@ -147,9 +145,8 @@ class StateCritic(Critic):
                 wide = torch.promote_types(adapter.dtype, torch.float32)
                 largest = max(float(policy.scheduler.timesteps.abs().max()), torch.finfo(torch.float32).tiny)
                 shape, (_, width) = policy.sample_shape, policy.condition_shape
-                made = StateEncoder(shape, width, largest, wide, adapter.device)
-                trunk: nn.Module = made
-                head: nn.Module = ValueLayer(made.width, wide, adapter.device)
+                trunk: nn.Module = StateEncoder(shape, width, largest, wide, adapter.device)
+                head: nn.Module = ValueLayer(_WIDTH, wide, adapter.device)
             else:
                 _refuse_useless(network, adapter)
                 trunk, head = placed(network, adapter.device), _AsItIs()
