@@ -22,7 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from memsafe_rl.accounting import charge
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ModelAdapter, ScoringAdapter
-from memsafe_rl.models.module_state import adapter_weights, config_like, copy_into, kept_trainable, refuse_trained_bias
+from memsafe_rl.models.module_state import (
+    adapter_weights,
+    config_like,
+    copy_into,
+    kept_trainable,
+    peft_adapter_on,
+    refuse_trained_bias,
+)
 from memsafe_rl.types import Component, ModelGeometry
 
 CRITIC_ADAPTER = "critic"
@@ -73,15 +80,8 @@ class Critic:
         if self.peft_adapter is None:
             yield self.network
             return
-        model: Any = self.network.model
-        active = model.active_adapter
-        with kept_trainable(model):
-            try:
-                with kept_trainable(model):
-                    model.set_adapter(self.peft_adapter)
-                yield self.network
-            finally:
-                model.set_adapter(active)
+        with peft_adapter_on(self.network.model, self.peft_adapter):
+            yield self.network
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:
         """Names the weights that a checkpoint of the model leaves out, but for the head's."""

@@ -114,8 +114,9 @@ def peft_adapter_on(model: nn.Module, name: str | None) -> Iterator[None]:
                 yield
             return
         active = model.active_adapter
-        model.set_adapter(name)
         try:
+            with kept_trainable(model):  # inside too: a critic learns beside the adapter that it takes the place of
+                model.set_adapter(name)
             yield
         finally:
             model.set_adapter(active)
