@@ -22,12 +22,6 @@ from torch import Tensor
 
 from memsafe_rl.models import refusal
 
-BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
-PREDICTIONS = ("epsilon", "sample", "v_prediction")
-SPACINGS = ("leading", "trailing", "linspace")
-VARIANCES = ("fixed_small", "fixed_large")
-NOISE_SHAPES = ("rising", "constant")
-
 
 class DenoisingScheduler(Protocol):
     """What the library asks of a scheduler; names are those of the diffusers library where it has them.
@@ -75,11 +69,11 @@ class Step(NamedTuple):
 
 
 _CHOICES = {
-    "prediction_type": PREDICTIONS,
-    "timestep_spacing": SPACINGS,
-    "beta_schedule": BETA_SCHEDULES,
-    "variance_type": VARIANCES,
-    "noise_shape": NOISE_SHAPES,
+    "prediction_type": ("epsilon", "sample", "v_prediction"),
+    "timestep_spacing": ("leading", "trailing", "linspace"),
+    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
+    "variance_type": ("fixed_small", "fixed_large"),
+    "noise_shape": ("rising", "constant"),
 }
 """What a scheduler's field may be, by its name."""
 
