@@ -39,8 +39,12 @@ class Running:
             self.begun.set()
 
     def ended(self, seconds: float | None) -> bool:
-        """Waits until it has ended."""
-        return self._ended.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+        """Waits until it has ended; an exception that interrupts the wait cancels it."""
+        try:
+            return self._ended.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+        except BaseException:
+            self.cancel()
+            raise
 
     def result(self) -> list[Any]:
         """Returns the results in order, or raises what one of the awaitables raised first; it must have ended."""
@@ -61,14 +65,6 @@ class BackgroundLoop:
         running = self._started().run(awaitables)
         running.begun.wait(_FIRST_STEP_SECONDS)
         return running
-
-    def ended(self, running: Running, seconds: float | None) -> bool:
-        """Waits for what was started; an exception that interrupts the wait cancels it."""
-        try:
-            return running.ended(seconds)
-        except BaseException:
-            running.cancel()
-            raise
 
     def abandon(self) -> None:
         """Leaves a loop alone that no longer answers; its thread ends with the process, the next start has another."""

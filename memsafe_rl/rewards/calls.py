@@ -121,7 +121,7 @@ class Calls:
 
         def result() -> dict[str, Any]:
             limit = self._patience.deadline_seconds
-            if not loop.ended(running, None if limit is None else max(0.0, started + limit - time.monotonic())):
+            if not running.ended(None if limit is None else max(0.0, started + limit - time.monotonic())):
                 loop.abandon()
                 silent = ", ".join(repr(name) for name in begun if name not in answered)
                 raise RewardTimeoutError(

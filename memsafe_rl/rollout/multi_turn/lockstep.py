@@ -56,7 +56,7 @@ class Caller:
         results |= {place: future.result() for place, future in begun.items()}
         if waiting := {place: value for place, value in results.items() if inspect.isawaitable(value)}:
             running = self._loop.start(list(waiting.values()))
-            self._loop.ended(running, None)
+            running.ended(None)
             results |= dict(zip(waiting, running.result(), strict=True))
         return [results[place] for place in range(len(calls))]
 
