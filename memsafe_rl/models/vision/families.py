@@ -93,8 +93,8 @@ def _grid_features(trunk: Any, images: Images) -> Tensor:
 
 def _deep_features(trunk: Any, images: Images) -> Tensor:
     read = trunk.get_image_features(**images, return_dict=True)
-    levels = (read.pooler_output, *read.deepstack_features)  # each by image
-    return torch.cat([torch.cat(tuple(level)) for level in levels], -1)
+    levels = (read.pooler_output, *read.deepstack_features)  # each by image, or in transformers 5.17 of all
+    return torch.cat([one if isinstance(one, Tensor) else torch.cat(tuple(one)) for one in levels], -1)
 
 
 def _grid_blank(config: Any, runs: Sequence[int], like: Tensor) -> Images:
