@@ -233,10 +233,6 @@ def _unpadded(values_BT: Tensor, lengths: tuple[int, ...]) -> Ragged:
     return Ragged.from_rows([values_T[:length] for values_T, length in zip(values_BT, lengths, strict=True)])
 
 
-if TYPE_CHECKING:
-    from memsafe_rl.training.algorithms.advantages import CriticAdvantages
-    from memsafe_rl.training.scorer import Scorer
-
 Advantages: TypeAlias = "GroupAdvantages | CriticAdvantages"
 """Turns a rollout's rewards into advantages, and says what that needs of scoring, loss and memory."""
 
