@@ -438,11 +438,6 @@ def _critic_gradient(
     return share
 
 
-def contributes(trajectory: Trajectory, row: int, *, every_row: bool) -> bool:
-    """Says whether a row can move a weight; one of zero advantage can by a loss term without it (KL, entropy bonus)."""
-    return trajectory.counted_actions[row] > 0 and (every_row or trajectory.has_advantage[row])
-
-
 def entropy_masks(
     trajectory: Trajectory, rows: Sequence[int], entropies: Mapping[int, Tensor], *, top_quantile: float
 ) -> dict[int, Tensor]:

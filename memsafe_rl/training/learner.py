@@ -29,7 +29,6 @@ from memsafe_rl.training.gradient import (
     StepTerms,
     accumulate_gradient,
     as_it_is,
-    contributes,
     entropy_masks,
     loss_marks,
     loss_of_scores,
@@ -177,7 +176,7 @@ class Learner:
         setup, routers = self._setup, self._setup.adapter.routers
         if routers is None:
             return None
-        rows = self._useful(trajectory, rows)
+        rows = self._repeat(Stage.PREPARE, setup.contributing, trajectory, rows)
         found: list[Tensor] = []
         with setup.memory.phase(Phase.SCORE):
             Scorer(setup).passed(setup.adapter, trajectory, rows, context=partial(counting_experts, setup, found))
@@ -203,15 +202,9 @@ class Learner:
                 marks = repeat(Stage.STORE, loss_marks, trajectory, rows, logprobs, loss, key)
         return masks, marks
 
-    def _useful(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        every_row = self._setup.every_row_learns
-        if not every_row:  # the trajectory keeps the answer
-            self._repeat(Stage.PREPARE, attrgetter("has_advantage"), trajectory)
-        return [row for row in rows if contributes(trajectory, row, every_row=every_row)]
-
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Returns this rank's rows that can move a weight."""
-        useful = self._useful(trajectory, rows)
+        useful = self._repeat(Stage.PREPARE, self._setup.contributing, trajectory, rows)
         return self._setup.parallel.balance(useful, trajectory.row_lengths(useful))
 
     def work(self, trajectory: Trajectory, rows: Sequence[int]) -> UpdateWork:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,6 @@ from memsafe_rl.ops.advantages import expected_gaps
 from memsafe_rl.ops.importance import accepted, importance_weights
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
 from memsafe_rl.rollout.server.teacher import taught_logprobs
-from memsafe_rl.training.gradient import contributes
 from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, Phase, Ragged, RolloutPlan, RolloutWork, Trajectory, UpdateWork
@@ -205,7 +203,7 @@ class Scorer:
                     weights = repeat(Stage.STORE, self._corrections, trajectory)
                 return replace(trajectory, importance_weights=weights)
             wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]
-            later = repeat(Stage.STORE, self._learning, trajectory, wanting)
+            later = repeat(Stage.STORE, self._setup.contributing, trajectory, wanting)
             if not later:
                 return trajectory
             old = self.scored(self.adapter, trajectory, later, known=trajectory.old_logprobs)
@@ -216,10 +214,6 @@ class Scorer:
         """Whether the loss corrects completions that another sampler drew."""
         config = self._config
         return external and (config.vllm_importance_sampling_correction or config.sampler_rejection is not None)
-
-    def _learning(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
-        learns = partial(contributes, trajectory, every_row=self._setup.every_row_learns)
-        return [row for row in rows if learns(row)]
 
     def _corrections(self, trajectory: Trajectory) -> Ragged:
         assert trajectory.sampling_logprobs is not None, "a rollout has the log-probs it was drawn with"

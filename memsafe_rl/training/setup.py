@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -41,7 +41,15 @@ from memsafe_rl.training.assembly.protocol import ModelFactory
 from memsafe_rl.training.metrics.alarms import AlarmWatch
 from memsafe_rl.training.optim.optimizer import Committer, trained_parameters
 from memsafe_rl.training.samples import Rollout
-from memsafe_rl.types import LossSettings, MemoryState, ModelGeometry, RolloutPlan, SamplingSettings, UpdatePlan
+from memsafe_rl.types import (
+    LossSettings,
+    MemoryState,
+    ModelGeometry,
+    RolloutPlan,
+    SamplingSettings,
+    Trajectory,
+    UpdatePlan,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -189,10 +197,11 @@ class TrainingSetup:
         """What follows from the configuration as it was when these parts were put together."""
         return StepSettings.of(self.config)
 
-    @property
-    def every_row_learns(self) -> bool:
-        """Whether rows without advantage move weights too; the balance of experts counts all tokens."""
-        return self.settings.every_row_learns or self.adapter.routers is not None
+    def contributing(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
+        """Returns the rows that can move a weight; without advantage only by another term, as of KL or experts."""
+        every_row = self.settings.every_row_learns or self.adapter.routers is not None
+        counted = [row for row in rows if trajectory.counted_actions[row] > 0]
+        return counted if every_row else [row for row in counted if trajectory.has_advantage[row]]
 
     @property
     def memory(self) -> MemoryTracker:
