@@ -23,7 +23,7 @@ from memsafe_rl.data.partial_rollouts import (
     joined_prompts,
 )
 from memsafe_rl.data.prompts import Prompts, copied, hollow
-from memsafe_rl.memory.planning.policies import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
@@ -446,15 +446,12 @@ class Collector:
         )
 
 
-def served_by(engine: RolloutEngine, plan: Any) -> Any:
+def served_by(engine: RolloutEngine, plan: RolloutPlan) -> RolloutPlan:
     """Writes the run's engine and the type of its cache into a plan; refuses a plan that asks for others."""
-    if not isinstance(plan, RolloutPlan):
-        return plan
+    check_plan(plan, RolloutPlan)
     if plan.engine not in (engine.name, RolloutPlan.engine):
-        check_rollout_plan(plan)
         raise refusal("plan/engine", wanted=plan.engine, own=engine.name)
     if plan.cache_dtype not in (engine.cache_dtype, None):
-        check_rollout_plan(plan)
         raise refusal("plan/cache", wanted=plan.cache_dtype)
     return replace(plan, engine=engine.name, cache_dtype=engine.cache_dtype)
 

@@ -303,11 +303,6 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
 }
 
 
-def check_rollout_plan(plan: RolloutPlan) -> None:
-    """Refuses a rollout plan that cannot be carried out."""
-    check_plan(plan, RolloutPlan)
-
-
 def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
     """Refuses a plan that packs what cannot be packed."""
     if plan.pack_prompts and work.row_tokens and not work.prompts:

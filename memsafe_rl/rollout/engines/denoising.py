@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memsafe_rl.accounting import host_memory, worth_running
-from memsafe_rl.memory.planning.policies import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt, under
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import Condition
@@ -76,7 +76,7 @@ class DenoisingEngine(WholeEngine):
         drawn: list[Completion] = []
 
         def draw_next(plan: RolloutPlan) -> list[Completion]:
-            check_rollout_plan(plan)
+            check_plan(plan, RolloutPlan)
             return self._draw(rows[len(drawn) : len(drawn) + plan.rows_in_flight])
 
         with torch.no_grad(), eval_mode(self._adapter.model):

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.planning.policies import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout import refusal
@@ -64,7 +64,7 @@ def generate_by_transformers(
         sequences = begin_sequences(prompts, keys, settings, begun, limits)
 
     def run_next(plan: RolloutPlan) -> None:
-        check_rollout_plan(plan)
+        check_plan(plan, RolloutPlan)
         _run_wave(adapter, _next_wave(sequences, adapter, plan), draw)
 
     while not all(one.ended for one in sequences):
@@ -129,7 +129,7 @@ def generate_by_override(
     drawn: list[Completion] = []
 
     def run_next(plan: RolloutPlan) -> None:
-        check_rollout_plan(plan)
+        check_plan(plan, RolloutPlan)
         rows = waiting[len(drawn) : len(drawn) + plan.rows_in_flight]
         padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
         ids_BL = padded([ids for ids, _ in rows], padding_value=adapter.pad_token_id).to(adapter.device)

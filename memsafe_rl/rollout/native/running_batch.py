@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.memory.planning.policies import check_rollout_plan
+from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import DecodeState, ModelAdapter
 from memsafe_rl.models.compiling import compiling
@@ -134,7 +134,7 @@ class _RunningBatch:
 
     def advance(self, plan: RolloutPlan) -> None:
         """Drops rows that have ended, takes in rows that wait, and decodes a span of steps."""
-        check_rollout_plan(plan)
+        check_plan(plan, RolloutPlan)
         self.drop_ended(plan)
         while wave := self._next_to_join(plan):
             self._take_in(wave, plan)
