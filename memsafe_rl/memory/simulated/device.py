@@ -12,7 +12,7 @@ from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
-from memsafe_rl.memory.simulated.ledger import StorageLedger
+from memsafe_rl.memory.simulated.ledger import Held, StorageLedger
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
 
@@ -97,7 +97,6 @@ class SimulatedMemory:
             self._counter = CountingAllocator(capacity_bytes, fail_at)
         else:
             self._counter = StorageLedger(allocator, capacity_bytes, fail_at)
-        self._entered = False
         self._entered_at = 0.0
         self._open_phases: list[_OpenPhase] = []
         self._timeline: list[PhaseRecord] = []
@@ -124,12 +123,11 @@ class SimulatedMemory:
 
     def live_by_component(self) -> dict[Component, int]:
         """Divides `live_bytes` by what they are for; the bytes of all components sum to it."""
-        return self._counter.live_by_component()
+        return self._counter.split(Held.NOW)[1]
 
     def phase_peaks(self) -> dict[Phase, dict[Component, int]]:
         """Divides, by component, the most bytes held in each phase entered so far; `reset_peak` leaves it alone."""
-        if self._open_phases:
-            self._open_phases[-1].see(self._counter.span_peak(), self.allocator)
+        self._look()
         peaks: dict[Phase, dict[Component, int]] = {}
         left = [(record.phase, record.components) for record in self._timeline]
         for phase, split in (*left, *((one.phase, one.peak) for one in reversed(self._open_phases))):
@@ -152,7 +150,7 @@ class SimulatedMemory:
 
     def reset_peak(self) -> None:
         """Starts a new `peak_bytes` at the bytes held now; peaks of phases stay."""
-        self._counter.reset_peak()
+        self._counter.restart(Held.PEAK)
 
     def set_capacity(self, capacity_bytes: int | None) -> None:
         """Changes the capacity, in bytes counted from entry, from now on; None for no limit."""
@@ -171,20 +169,19 @@ class SimulatedMemory:
 
     def enter_phase(self, phase: Phase) -> None:
         """Attributes what is allocated from now on to a phase; `accounting.in_phase` calls it."""
-        if self._open_phases:
-            self._open_phases[-1].see(self._counter.span_peak(), self.allocator)
+        self._look()
         unmarked = Component.ACTIVATIONS if phase in _WORKING_PHASES else Component.OTHER
         self._open_phases.append(_OpenPhase(phase, self._seconds(), self._counter.set_unmarked(unmarked)))
-        self._counter.start_span()
+        self._counter.restart(Held.SPAN)
 
     def leave_phase(self) -> None:
         """Records the phase entered last and goes back to the one before; `accounting.in_phase` calls it."""
-        if not self._entered:
+        if self not in _active:
             return
+        self._look()
         left = self._open_phases.pop()
-        left.see(self._counter.span_peak(), self.allocator)
         self._counter.set_unmarked(left.unmarked_before)
-        self._counter.start_span()
+        self._counter.restart(Held.SPAN)
         self._timeline.append(
             PhaseRecord(
                 phase=left.phase,
@@ -197,6 +194,11 @@ class SimulatedMemory:
             )
         )
 
+    def _look(self) -> None:
+        """Has the phase entered last see the most bytes held since then, or since one nested in it was left."""
+        if self._open_phases:
+            self._open_phases[-1].see(self._counter.split(Held.SPAN)[1], self.allocator)
+
     def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
         """Forgets all other phases left so far."""
         if self.allocator is not None:
@@ -206,7 +208,7 @@ class SimulatedMemory:
 
     def __enter__(self) -> SimulatedMemory:
         self._counter.__enter__()
-        self._entered, self._entered_at = True, time.perf_counter()
+        self._entered_at = time.perf_counter()
         self._open_phases.clear()
         _active.append(self)
         listen(self, self._counter)
@@ -215,7 +217,6 @@ class SimulatedMemory:
     def __exit__(self, *error: Any) -> None:
         stop_listening(self, self._counter)
         _active.remove(self)
-        self._entered = False
         self._counter.__exit__(*error)
 
     def _seconds(self) -> float:

@@ -85,7 +85,7 @@ class ByteCounter:
 
     live_bytes: int = _total(Held.NOW, "Bytes held now (at exit, once the count is closed), host memory left out.")
     peak_bytes: int = _total(
-        Held.PEAK, "Most bytes held since entry or `reset_peak`; refused allocations are no part of it."
+        Held.PEAK, "Most bytes held since entry or `restart`; refused allocations are no part of it."
     )
     host_live_bytes: int = _total(Held.HOST_NOW, "Bytes marked as host memory that are held now, or at exit.")
     host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")
@@ -97,22 +97,6 @@ class ByteCounter:
     def restart(self, held: Held) -> None:
         """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
         raise NotImplementedError
-
-    def live_by_component(self) -> dict[Component, int]:
-        """Divides `live_bytes` by what they are for."""
-        return self.split(Held.NOW)[1]
-
-    def span_peak(self) -> dict[Component, int]:
-        """Divides the most bytes held since `start_span`, or entry."""
-        return self.split(Held.SPAN)[1]
-
-    def start_span(self) -> None:
-        """Starts a new span."""
-        self.restart(Held.SPAN)
-
-    def reset_peak(self) -> None:
-        """Starts a new peak."""
-        self.restart(Held.PEAK)
 
 
 class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -16,7 +16,7 @@ from memsafe_rl.memory.simulated import counting
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator
 from memsafe_rl.memory.simulated.counting import CountingAllocator
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
-from memsafe_rl.memory.simulated.ledger import StorageLedger
+from memsafe_rl.memory.simulated.ledger import Held, StorageLedger
 
 KIB = 1024
 
@@ -159,7 +159,7 @@ def test_counts_nest_and_each_keeps_its_own_peak() -> None:
             assert (inner.live_bytes, inner.peak_bytes) == (8 * KIB, 8 * KIB)
             del a
             assert (inner.live_bytes, inner.peak_bytes) == (-8 * KIB, 8 * KIB)
-            inner.reset_peak()
+            inner.restart(Held.PEAK)
             assert (inner.peak_bytes, outer.peak_bytes) == (-8 * KIB, 24 * KIB)
             with pytest.raises(torch.OutOfMemoryError):
                 floats(60)
