@@ -118,13 +118,12 @@ def generate_by_override(
     settings: SamplingSettings,
     attempt: Attempt[RolloutPlan],
     *,
-    begun: Sequence[Sequence[Completion | None]] | None = None,
-    limits: Sequence[int] | None = None,
+    begun: Sequence[Sequence[Completion | None]] | None,
+    limits: Sequence[int],
 ) -> list[Completion]:
     """Has a user's ``own`` `generate` draw, called as by TRL, and cuts rows where they end; log-probs are NaN."""
     refusal.when(begun is not None, "engine/begun", engine="generate")
     _say_once(f"{type(adapter.model).__name__}.generate is not transformers' own: completions are its draws.")
-    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     waiting = [(ids, most) for ids, group, most in zip(prompts, keys, limits, strict=True) for _ in group]
     drawn: list[Completion] = []
 
