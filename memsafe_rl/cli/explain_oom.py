@@ -6,7 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from memsafe_rl.cli.arguments import read_run_file, refusal
-from memsafe_rl.diagnostics.known_tensors import Configuration
+from memsafe_rl.diagnostics.known_tensors import Configuration, KnownTensor
 from memsafe_rl.diagnostics.oom_causes import STRANDED_SHARE, Cause, Explanation, explain_message
-from memsafe_rl.diagnostics.oom_messages import OutOfMemoryMessage, find_message
+from memsafe_rl.diagnostics.oom_messages import OutOfMemoryMessage, Printed, find_message
 from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
 
@@ -154,17 +154,14 @@ def _number(run: Mapping[str, Any], name: str, default: int) -> int:
 
 def as_json(found: Explanation) -> str:
     """Writes an explanation as JSON, sizes in bytes."""
-    message = {name: _bytes_of(value) for name, value in asdict(found.message).items()}
-    rest = {name: value for name, value in asdict(found).items() if name != "message"}
-    for tensor, written in zip(found.tensors, rest["tensors"], strict=True):
-        written["text"] = str(tensor)
-    return json.dumps({"message": message, **rest}, indent=2)
+    return json.dumps(found, indent=2, default=_plain)
 
 
-def _bytes_of(value: Any) -> Any:
-    if isinstance(value, dict) and set(value) == {"count", "slack"}:
-        return value["count"]
-    return [_bytes_of(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+def _plain(value: Any) -> Any:
+    """Writes a figure in bytes, and all other records by name."""
+    if isinstance(value, Printed):
+        return value.count
+    return vars(value) | ({"text": str(value)} if isinstance(value, KnownTensor) else {})
 
 
 def show(found: Explanation, console: Console) -> None:
