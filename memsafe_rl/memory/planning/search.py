@@ -356,11 +356,9 @@ class Room:
         """Estimates what the phase adds under a plan, before any correction."""
         return extra_bytes(self._phase, self.work, plan, self._tile) or 0
 
-    def demand(self, plan: Plan, extra: int | None = None) -> float:
+    def demand(self, plan: Plan, extra: int) -> float:
         """Bytes that must be free for a plan: its corrected estimate with a margin, and the state it moves."""
-        return self._factor * (self.extra_bytes(plan) if extra is None else extra) + _moved_bytes(
-            plan, self.work, self._memory
-        )
+        return self._factor * extra + _moved_bytes(plan, self.work, self._memory)
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan stays within what the budget leaves and below what failed."""

@@ -92,7 +92,8 @@ def floor(work: RolloutWork | UpdateWork, state: MemoryState) -> dict[str, int]:
     phase = Phase.UPDATE if isinstance(work, UpdateWork) else Phase.ROLLOUT
     start: Any = UpdatePlan() if isinstance(work, UpdateWork) else RolloutPlan()
     room = Room(phase, work, state)
-    leanest = min(reachable(start, work, fallbacks_named(LOSSLESS, phase)), key=room.demand)
+    plans = reachable(start, work, fallbacks_named(LOSSLESS, phase))
+    leanest = min(plans, key=lambda plan: room.demand(plan, room.extra_bytes(plan)))
     predicted = with_prediction(leanest, work, state).predicted_bytes
     found = {name: size for name, size in predicted.items() if name.split("/")[0] == phase}
     return {"held": 2 * found[phase] - sum(found.values()), **found}
