@@ -138,9 +138,6 @@ class RolloutScope(Protocol):
             Completions on the host, prompt by prompt, samples in the order of the keys.
         """
 
-    def drop(self) -> None:
-        """Frees every cache; later turns read their contexts again."""
-
 
 class RolloutEngine(Protocol):
     """Draws completions: the library's own engine, another library's, or a server behind the same calls.

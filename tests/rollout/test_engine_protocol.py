@@ -64,7 +64,6 @@ def test_a_scope_draws_as_its_engine_does() -> None:
     with native.open() as scope:
         drawn = scope.generate(PROMPTS, KEYS, settings, plan, limits=LIMITS)
         again = scope.generate_as(native._adapter, PROMPTS, KEYS, settings, plan, limits=LIMITS)  # type: ignore[attr-defined]
-        scope.drop()
     for found in (drawn, again):
         assert [row.ids.tolist() for row in found] == [row.ids.tolist() for row in expected]
     assert [len(row.ids) for row in expected] == [limit for limit in LIMITS for _ in range(2)]

@@ -361,7 +361,6 @@ class LocalScope(NamedTuple):
 
     generate: Generate
     generate_as: Callable[..., list[Completion]]
-    drop: Callable[[], None]
 
 
 @contextmanager
@@ -369,7 +368,7 @@ def opened(live_keys: LiveKeys | None, drawing: Callable[[KeptCaches], Generate]
     """Opens a scope; ``drawing`` gives what draws the agent's turns, with the caches or, in other engines, without."""
     kept = KeptCaches(live_keys)
     try:
-        yield LocalScope(drawing(kept), partial(generate, kept=kept), kept.clear)
+        yield LocalScope(drawing(kept), partial(generate, kept=kept))
     finally:
         kept.clear()
 
