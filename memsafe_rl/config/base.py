@@ -222,10 +222,6 @@ class TrainerConfig(TrainerSettings, ABC):
         """What is learnt at once, each with a gradient of its own; empty where there is but one."""
         return read_objectives(self.objectives, beta=self.beta)
 
-    def merge_settings(self) -> dict[str, Any]:
-        """Returns what `ops.merging.merge_weights` reads."""
-        return {"method": self.gradient_merge, "cagrad_c": self.cagrad_c}
-
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """Type in which forward passes compute what can be narrower than the weights; None for the weights' own."""

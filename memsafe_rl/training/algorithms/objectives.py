@@ -183,7 +183,8 @@ def _coefficients(
 ) -> tuple[float, ...]:
     orders = merge_orders(len(weights), config.seed, step)
     gram_KK = torch.tensor(gram, dtype=torch.float64)
-    return merge_weights(gram_KK, weights_K=weights, **config.merge_settings(), orders=orders, there=there)
+    method, cagrad_c = config.gradient_merge, config.cagrad_c
+    return merge_weights(gram_KK, method, weights, cagrad_c=cagrad_c, orders=orders, there=there)
 
 
 @dataclass(frozen=True)
