@@ -439,7 +439,7 @@ class Probe:
                 scored(adapter, sets, partial(counting_experts, setup, []), tile=own)
         for critic in setup.advantages.critics:
             with setup.memory.phase(Phase.SCORE), critic.running() as network, setup.gathered(network.model):
-                attempt = scorer.scoring(trajectory, everyone)
+                attempt = scorer.attempt(Stage.SCORE, adapter.work(trajectory, everyone))
                 for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
                     columns = needs.columns
                     value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)

@@ -45,10 +45,6 @@ class Scorer:
 
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 
-    def scoring(self, trajectory: Trajectory, rows: Sequence[int]) -> Attempt[RolloutPlan]:
-        """Begins a scoring pass of the model over some rows."""
-        return self.attempt(Stage.SCORE, self.adapter.work(trajectory, rows))
-
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:
         """Returns this rank's part of rows that are scored together."""
         return self._setup.parallel.balance(rows, trajectory.action_lengths(rows))
