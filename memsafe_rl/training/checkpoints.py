@@ -19,7 +19,6 @@ from memsafe_rl.checkpoint.store import (
     check_files,
     checkpoint_folder,
     drop_old_checkpoints,
-    read_checkpoint,
     read_manifest,
     write_checkpoint,
 )
@@ -131,10 +130,6 @@ class Checkpoints:
             trajectory=trajectory,
             tensor_bytes=tensor_bytes,
         )
-
-    def read(self, folder: Path) -> SavedRun:
-        """Reads a checkpoint; changes nothing yet."""
-        return SavedRun(*read_checkpoint(folder))
 
     def restore(self, folder: Path, saved: SavedRun, state: RunState, report: RunLog) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""

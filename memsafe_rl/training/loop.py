@@ -15,7 +15,7 @@ import torch
 from transformers.trainer_callback import CallbackHandler
 
 from memsafe_rl.callbacks.console import summary
-from memsafe_rl.checkpoint.store import checkpoint_folder
+from memsafe_rl.checkpoint.store import checkpoint_folder, read_checkpoint
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
@@ -24,7 +24,7 @@ from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd, plain_random_state
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training import refusal
-from memsafe_rl.training.checkpoints import Checkpoints, best_folder
+from memsafe_rl.training.checkpoints import Checkpoints, SavedRun, best_folder
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.evaluation import evaluated, track_best
 from memsafe_rl.training.learner import Learner, make_committer
@@ -390,7 +390,7 @@ class TrainingLoop:
 
     def _resume(self, folder: Path) -> None:
         """Puts weights, optimizer, data position, rollout and random state back as they were."""
-        saved = self.checkpoints.read(folder)
+        saved = SavedRun(*read_checkpoint(folder))
         for degradation in saved.degradations[len(self.state.degradations) :]:
             self.apply(degradation)
         self.checkpoints.restore(folder, saved, self.state, self.report)
