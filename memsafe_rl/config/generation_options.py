@@ -52,7 +52,6 @@ def sampling_settings(
     config: TrainerConfig,
     eos_token_ids: Iterable[int],
     *,
-    greedy: bool = False,
     tokenizer: Any = None,
     declared: Any = None,
 ) -> SamplingSettings:
@@ -62,7 +61,7 @@ def sampling_settings(
     settings = SamplingSettings(
         max_new_tokens=config.max_completion_length,
         eos_token_ids=eos_tokens(given, eos_token_ids),
-        temperature=0.0 if greedy else config.temperature,
+        temperature=config.temperature,
         stops=text_stops(strings, tokenizer) if strings else None,
         **_drawing_fields(config, declared),
     )

@@ -710,7 +710,6 @@ def test_loss_settings_follow_the_fields() -> None:
 def test_sampling_settings_follow_the_fields() -> None:
     config = GRPOConfig(max_completion_length=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1)
     assert config.sampling_settings([1, 2]) == SamplingSettings(9, (1, 2), 0.7, 0.9, 5, 0.1, 1.1)
-    assert config.sampling_settings([1], greedy=True).temperature == 0
     over = GRPOConfig(top_p=0.9, generation_kwargs={"top_p": 0.5, "eos_token_id": 7})
     assert over.sampling_settings([1]) == SamplingSettings(512, (7,), top_p=0.5)
 
