@@ -111,12 +111,10 @@ def _smaller_waves(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
     return _halved(plan, "rows_in_flight", rows)
 
 
-def _keep_half(plan: RolloutPlan, work: Work) -> RolloutPlan | None:
+def _keep_half(plan: RolloutPlan, work: RolloutWork) -> RolloutPlan | None:
     if not plan.kept_kv_bytes:
         return None
     alone = replace(plan, kept_kv_bytes=0)
-    if not isinstance(work, RolloutWork):
-        return alone
     half = kept_bytes(work, plan) // 2
     # Less than the rows in flight hold by themselves would keep next to nothing.
     return replace(plan, kept_kv_bytes=half) if half > rollout_parts(work, alone)[Component.KV_CACHE] else alone
