@@ -92,13 +92,14 @@ def pay_some(completions: Sequence[str], **_: object) -> list[float | None]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("reward", [count_digits, pytest.param(pay_some, marks=pytest.mark.slow)])
 def test_it_is_what_transformers_computes_of_the_whole_step(family: str, reward: Any, tmp_path: Path) -> None:
+    whole = {"reward_funcs": reward, "max_grad_norm": 0.0}  # unclipped: two gradients are subtracted
     made = {"model": mixture(family, torch.float64), "router_z_loss_coef": 2 * COEF}
-    trainer = make_trainer(tmp_path, **made, policy=cut(40), reward_funcs=reward)
+    trainer = make_trainer(tmp_path, **made, policy=cut(40), **whole)
     ours, metrics = gradient_of(trainer)
     rollout = trainer.loop.state.rollout
     assert rollout is not None
     made = {"model": mixture(family, torch.float64), "router_aux_loss_coef": 0.0}
-    without, _ = gradient_of(make_trainer(tmp_path / "plain", **made, reward_funcs=reward))
+    without, _ = gradient_of(make_trainer(tmp_path / "plain", **made, **whole))
 
     rows = [row for row, counted in enumerate(rollout.trajectory.counted_actions) if counted]
     assert (len(rows) < len(rollout.trajectory)) is (reward is pay_some)
