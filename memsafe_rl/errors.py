@@ -6,7 +6,7 @@ Every message states what failed, the value that failed with its unit, and what 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,21 @@ class MemoryBudgetError(MemsafeError, MemoryError):
         super().__init__(message)
         self.failure = failure
         self.held_bytes = dict(held_bytes or {})
+
+
+def do_each(*acts: Callable[[], object]) -> None:
+    """Does each act whatever another raises, and raises the first error, which keeps the one that it came upon."""
+    first: BaseException | None = None
+    try:
+        for act in acts:
+            try:
+                act()
+            except BaseException as error:
+                first = first or error
+        if first is not None:
+            raise first
+    finally:
+        del first  # which holds this frame
 
 
 def first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from operator import call
 from typing import Any
@@ -18,6 +17,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
 from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, images_in, images_of
+from memsafe_rl.errors import do_each
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, Segment
@@ -173,10 +173,7 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Leaves the episodes under way, if any, and ends the threads in which environments were called."""
-        with ExitStack() as ending:  # each, whatever another raises
-            ending.callback(self.caller.close)
-            for environment in (one for pool in self._pools.values() for one in pool.made):
-                ending.callback(environment.close)
+        do_each(*(environment.close for pool in self._pools.values() for environment in pool.made), self.caller.close)
 
     def _environment(self, example: dict[str, Any]) -> Environment:
         name = example.pop("environment", None) if self.named else None

@@ -133,7 +133,8 @@ def _cut(drawn: Completion, limit: int) -> Completion:
         return drawn
     logprobs = drawn.logprobs[:limit]
     own = logprobs if drawn.model_logprobs is drawn.logprobs else drawn.model_logprobs[:limit]
-    return Completion(drawn.ids[:limit], logprobs, own, finished=False, ties=drawn.ties)
+    mask = None if drawn.mask is None else drawn.mask[:limit]
+    return Completion(drawn.ids[:limit], logprobs, own, finished=False, ties=drawn.ties, mask=mask)
 
 
 def plain_completion(drawn: Completion) -> dict[str, Any]:

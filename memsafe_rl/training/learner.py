@@ -42,7 +42,14 @@ from memsafe_rl.training.metrics.step_metrics import (
     step_metrics,
 )
 from memsafe_rl.training.optim.half_weights import half_weights_for, half_weights_of, remedies_named
-from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, build_scheduler, check_holds
+from memsafe_rl.training.optim.optimizer import (
+    Committer,
+    ReferenceMix,
+    build_optimizer,
+    build_scheduler,
+    check_holds,
+    trained_parameters,
+)
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import RunState, TrainingSetup
@@ -99,8 +106,10 @@ class Learner:
             MemoryBudgetError: no plan of the policy's fits.
             MemsafeError: the gradient is not finite.
         """
-        rollout = state.rollout
+        rollout, trained = state.rollout, len(self._setup.committed.parameters)
         assert rollout is not None, "a step learns from a rollout"
+        if self._setup.shards.divided and (now := len(trained_parameters(self._setup.trained))) != trained:
+            raise refusal("fsdp/frozen", trained=trained, now=now)
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
         scores_first = self._settings.marks_tokens or self._setup.adapter.routers is not None
         with self._setup.gathered() if scores_first else nullcontext():
@@ -111,7 +120,7 @@ class Learner:
         with self._setup.memory.phase(Phase.UPDATE):
             rollout, gradient = self.gradient(rollout, mine, terms, step=state.step)
             metrics = self.measure(gradient, terms, step=state.step)
-            self._repeat(Stage.MEASURE, self._setup.committed.clip)  # callbacks see what the optimizer will
+            self._repeat(Stage.MEASURE, self._setup.committed.clip)  # before callbacks see the gradients
             sample = self._sample_weights(state)
             if self._config.num_iterations > 1 and state.cursor.epoch == 0:
                 rollout = self._with_old_logprobs(rollout, gradient)

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from memsafe_rl.callbacks.console import summary
 from memsafe_rl.checkpoint.store import checkpoint_folder, read_checkpoint
 from memsafe_rl.config.degradation import Degradation, degrade, next_degradation
 from memsafe_rl.diagnostics.run_figures import run_figures
-from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted
+from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted, do_each
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
 from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd, plain_random_state
@@ -122,13 +123,14 @@ class TrainingLoop:
                         self.degrade(degradation)
         finally:
             self._running = False
-            with ExitStack() as ending:  # the last first, and each whatever another raises
-                ending.callback(self.setup.return_weights)
-                ending.callback(self.files.release)
-                ending.callback(self.report.call_own_event, "on_run_closed")
-                ending.callback(self.report.write, self.state)
-                ending.callback(self.setup.memory.release)
-                ending.callback(self.collector.close)
+            do_each(
+                self.collector.close,
+                self.setup.memory.release,
+                partial(self.report.write, self.state),
+                partial(self.report.call_own_event, "on_run_closed"),
+                self.files.release,
+                self.setup.return_weights,
+            )
         try:
             return self._end(started, first)
         except BaseException as error:
@@ -296,9 +298,8 @@ class TrainingLoop:
         degrade(config, degradation)
         config.validate()
         self.state.degradations.append(degradation)
-        most = config.max_completion_length
-        least = min(setup.sampling.min_new_tokens, most)
-        self.use(replace(setup, sampling=replace(setup.sampling, max_new_tokens=most, min_new_tokens=least)))
+        most, least = config.max_completion_length, setup.sampling.min_new_tokens
+        self.use(replace(setup, sampling=replace(setup.sampling, max_new_tokens=most, min_new_tokens=min(least, most))))
         if "cache_implementation" in degradation.changes:
             setup.engine.round_cache()
         if "optim" in degradation.changes:
@@ -336,7 +337,8 @@ class TrainingLoop:
         check_meter(setup.memory.meter)
         if config.memory_budget != "auto":
             setup.memory.enforce()
-        self.use(replace(setup, sampling=setup.models.sampling_settings(setup.adapter)))  # as args say now
+        if not self.state.degradations:  # which change how tokens are drawn themselves
+            self.use(setup.drawing_as_told())
         self.make_optimizer()
         self._go_to_start()
         checkpoint = self.files.claim(setup.parallel, resume)

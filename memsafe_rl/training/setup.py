@@ -251,6 +251,12 @@ class TrainingSetup:
                 sizes["critic"] = critic.own_geometry
         return sizes
 
+    def drawing_as_told(self) -> TrainingSetup:
+        """Returns a setup that draws as the configuration says now."""
+        sampling = self.models.sampling_settings(self.adapter)
+        self.engine.check(sampling)
+        return replace(self, sampling=sampling)
+
     @property
     def planned_steps(self) -> int:
         """Optimizer steps of the whole run."""

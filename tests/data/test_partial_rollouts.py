@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsafe_rl.data.partial_rollouts import OpenGroup, begin_groups, gather_groups, groups_from, plain_groups
+from memsafe_rl.data.partial_rollouts import OpenGroup, _cut, begin_groups, gather_groups, groups_from, plain_groups
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import LadderPolicy
@@ -161,6 +161,7 @@ def test_groups_come_back_from_plain_values_bit_for_bit() -> None:
     assert (one.ids.tolist(), one.finished, one.ties) == ([5, 6, 7], True, 2)
     assert torch.equal(one.mask, mask)
     assert (two.model_logprobs is two.logprobs, two.mask) == (True, None)
+    assert _cut(one, 2).mask.tolist() == [1, 0]
 
 
 # With the real engine

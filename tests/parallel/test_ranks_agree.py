@@ -70,6 +70,19 @@ class Asking(TrainerCallback):  # type: ignore[misc]
             raise ZeroDivisionError("the last word")
 
 
+class Freezing(TrainerCallback):  # type: ignore[misc]
+    """Freezes all weights but a norm's behind the first step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(name == "model.norm.weight")
+            self.seen = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    def moved(self, model: Any) -> list[str]:
+        return [name for name, weight in model.named_parameters() if not torch.equal(weight, self.seen[name])]
+
+
 def raising(*_: Any) -> Any:
     raise ZeroDivisionError("no optimizer")
 
@@ -97,6 +110,13 @@ def work(rank: int, port: int, folder: str) -> None:
             trainer.train()
             saved = sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
             found[flag, len(sharded)] = (trainer.state.global_step, saved, asking.evaluations)
+    freezing = Freezing()
+    trainer = trainer_of(Path(folder) / "frozen", callbacks=[freezing], weight_decay=0.1)
+    trainer.train()
+    found["moved"] = freezing.moved(trainer.model)
+    with pytest.raises(MemsafeError) as failed:
+        trainer_of(Path(folder) / "frozen parts", callbacks=[freezing], fsdp="full_shard").train()
+    found["frozen"] = str(failed.value)
 
     def logs_its_rank(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
         log_metric("rank", float(rank))
@@ -179,6 +199,12 @@ def test_what_a_callback_asks_for_on_one_rank_all_do(
     flag: str, wanted: Any, sharded: int, ranks: list[dict[Any, Any]]
 ) -> None:
     assert [rank[flag, sharded] for rank in ranks] == [wanted, wanted]
+
+
+@pytest.mark.slow
+def test_weights_that_a_callback_freezes_stay_on_all_ranks_or_are_refused(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["moved"] for rank in ranks] == [["model.norm.weight"]] * 2
+    assert all("1 weights are trained where 24 were" in rank["frozen"] for rank in ranks)
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
@@ -365,6 +366,11 @@ def test_environments_by_name_and_datasets_without_prompts(tmp_path: Path) -> No
     assert trainer.history[0]["reward"] == pytest.approx((4 * 1.0 + 4 * 0.25) / 8)
 
 
+class Raises(TrainerCallback):
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a callback")
+
+
 def test_an_environment_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path) -> None:
     open_ones: set[int] = set()
 
@@ -378,9 +384,13 @@ def test_an_environment_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path
             raise OSError(f"{len(open_ones)} are open")
 
     trainer = trainer_of(tmp_path, environment_factory=Stuck, max_steps=1)
-    with pytest.raises(OSError, match="0 are open"):
-        trainer.train()
-    assert not open_ones
+    failing = trainer_of(tmp_path / "failing", environment_factory=Stuck, max_steps=1)
+    failing.add_callback(Raises())
+    for one in (trainer, failing):
+        with pytest.raises(OSError, match="are open") as caught:
+            one.train()
+        assert not open_ones
+    assert isinstance(caught.value.__context__, ZeroDivisionError)  # what ended the run is told with it
 
 
 def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from memsafe_rl.config.degradation import LOSSY_REMEDIES, next_degradation
+from memsafe_rl.config.degradation import LOSSY_REMEDIES, Degradation, next_degradation
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy
@@ -89,6 +89,16 @@ def test_a_resumed_run_goes_on_with_the_changed_task(tmp_path: Path, too_small: 
     second.train(resume_from_checkpoint=True)
     assert second.args.max_completion_length == 16
     assert torch.equal(weights(second), weights(whole))
+
+
+def test_a_second_training_goes_on_with_the_changed_task(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.generation_config.min_new_tokens = 5  # more than completions may have later
+    trainer = make_trainer(tmp_path, model=model, max_steps=1)
+    trainer.train()
+    trainer.loop.apply(Degradation("max_completion_length", {"max_completion_length": (6, 4)}))
+    trainer.train()
+    assert trainer.history[-1]["completions/max_length"] == 4
 
 
 def test_remedies_come_in_the_users_order_and_each_is_used_up_first(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
-from memsafe_rl import PPOConfig, PPOTrainer
+from memsafe_rl import FunctionEngine, PPOConfig, PPOTrainer
 from memsafe_rl.errors import ConfigError, DataError, MemsafeError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -808,6 +808,16 @@ def test_what_args_say_when_training_begins_counts_in_draws_too(tmp_path: Path) 
     other.train()
     assert trainer.history[0]["completions/max_length"] == 9
     assert torch.equal(weights(trainer), weights(other))
+
+
+def test_an_engine_is_asked_whether_it_draws_as_args_say_now(tmp_path: Path) -> None:
+    def engine(context: Any) -> FunctionEngine:
+        return FunctionEngine(context, lambda *_: [])
+
+    trainer = make_trainer(tmp_path, rollout_engine=engine)
+    trainer.args.top_k = 5
+    with pytest.raises(ConfigError, match="top_k"):
+        trainer.train()
 
 
 def test_gradient_norm_and_rate_of_a_log_are_the_last_steps(tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ class LanguageModels(ModelFactory):
         settle_numerics(self._config, adapter)
         if self._router_losses.off:
             adapter.hear_routers(self._router_losses)
+        say_what_is_left_out(getattr(language_model_of(adapter.model), "generation_config", None))
         return adapter
 
     def check(self, adapter: ModelAdapter) -> None:
@@ -146,7 +147,6 @@ class LanguageModels(ModelFactory):
     def sampling_settings(self, adapter: ModelAdapter) -> SamplingSettings:
         """Returns how tokens are drawn; what the configuration leaves open, the model's generation config says."""
         declared = getattr(language_model_of(adapter.model), "generation_config", None)
-        say_what_is_left_out(declared)
         ends = eos_token_ids(self.tokenizer, adapter.model)
         settings = self._config.sampling_settings(ends, tokenizer=self.tokenizer, declared=declared)
         if self._image_reader is not None:
