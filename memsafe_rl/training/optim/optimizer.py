@@ -98,8 +98,9 @@ def build_optimizer(model: nn.Module, config: Any, half: SteppedWeights | None =
         optimizer: Any = optimizer_class([group for group in groups if group["params"]], **arguments)
         if arguments.get("optim_bits") == 8:  # of bitsandbytes; embeddings keep 32, as under transformers' trainer
             tables = [one for part in model.modules() if isinstance(part, nn.Embedding) for one in part.parameters()]
+            wide = {id(half.stepped(table)): {"optim_bits": 32} for table in tables}
             optimizer.mng = copy(optimizer.mng)  # which is otherwise one for all optimizers
-            optimizer.mng.pid2config = {id(half.stepped(table)): {"optim_bits": 32} for table in tables}
+            optimizer.mng.pid2config = wide | optimizer.mng.pid2config  # whose user may have said otherwise
     except (TypeError, ValueError) as error:
         raise refusal("optim_args", given=config.optim_args, optim=config.optim.value, error=error) from error
     return cast(torch.optim.Optimizer, optimizer)
