@@ -217,7 +217,8 @@ def estimated_advantages(
         advantages_B, std = compared_PG.reshape(-1), _nanstd(groups_PG)
     elif aggregation == "sum_then_normalize":
         std = _nanstd(rewards_B[None] if scale_rewards == "batch" else groups_PG)
-        advantages_B = (_centred(groups_PG) / (1.0 if scale_rewards == "none" else std + _EPSILON)).view(-1)
+        divisor = 1.0 if scale_rewards == "none" else std + _EPSILON
+        advantages_B = (_centred(groups_PG) / divisor).view(-1)
     else:
         groups_FPG = scores_BF.t().reshape(len(weights_F), -1, group_size)
         normal_FPG = _centred(groups_FPG) / (_nanstd(groups_FPG) + _EPSILON)

@@ -170,9 +170,11 @@ class _TiledExperts(torch.autograd.Function):
             for tile, expert in enumerate(torch.split(expert_T, 1)):
                 part = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
                 if rows_grad_MK is not None:
-                    rows_grad_MK[part] = grad_MO[part] @ weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype).mT
+                    weight_KO = weight_EKO.index_select(0, expert)[0].to(grad_MO.dtype)
+                    rows_grad_MK[part] = grad_MO[part] @ weight_KO.mT
                 if total_EKO is not None:
-                    total_EKO.index_add_(0, expert, (rows_MK[part].mT.to(wide) @ grad_MO[part].to(wide))[None])
+                    share_KO = rows_MK[part].mT.to(wide) @ grad_MO[part].to(wide)
+                    total_EKO.index_add_(0, expert, share_KO[None])
         return (
             None if rows_grad_MK is None else rows_grad_MK.to(ctx.kind),
             None if total_EKO is None else total_EKO.to(weight_EKO.dtype),

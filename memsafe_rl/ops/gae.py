@@ -117,7 +117,8 @@ def token_rewards(scores_B: Tensor, mask_BT: Tensor, *, kl_BT: Tensor | None = N
     """
     counted_BT = mask_BT.bool()
     after_BT = counted_BT.flip(1).cumsum(1).flip(1)
-    rewards_BT = torch.where(counted_BT & (after_BT == 1), scores_B[:, None], scores_B.new_zeros(()))
+    last_BT = counted_BT & (after_BT == 1)
+    rewards_BT = torch.where(last_BT, scores_B[:, None], scores_B.new_zeros(()))
     if kl_BT is None:
         return rewards_BT
     return rewards_BT - kl_coef * kl_BT.to(scores_B.dtype).masked_fill(~counted_BT, 0.0)
@@ -184,7 +185,8 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -
     """
     counted_BT, returns_BT = mask_BT.bool(), returns_BT.double()
     spread = _moments(returns_BT, counted_BT)[1]
-    return torch.where(spread > 0.0, 1.0 - _moments(returns_BT - values_BT.double(), counted_BT)[1] / spread, torch.nan)
+    missed = _moments(returns_BT - values_BT.double(), counted_BT)[1]
+    return torch.where(spread > 0.0, 1.0 - missed / spread, torch.nan)
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, rows: int, horizon: float) -> float:
@@ -205,11 +207,13 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, rows: int, horizo
     """
     if math.isnan(kl):
         return coef
-    return coef * (1.0 + min(max(kl / target - 1.0, -0.2), 0.2) * rows / horizon)
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * rows / horizon)
 
 
 def _moments(values: Tensor, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns mean, variance with Bessel's correction and count of the counted numbers, as scalars; reads no value."""
     count = counted.sum()
     mean = values.masked_fill(~counted, 0.0).sum() / count.clamp(min=1)
-    return mean, (values - mean).square().masked_fill(~counted, 0.0).sum() / (count - 1).clamp(min=1), count
+    squares = (values - mean).square().masked_fill(~counted, 0.0).sum()
+    return mean, squares / (count - 1).clamp(min=1), count

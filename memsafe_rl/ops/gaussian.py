@@ -43,7 +43,8 @@ def gaussian_logprobs(distribution: GaussianDistribution) -> Tensor:
     variances_M = _safe(distribution.stds_M).square()
     errors_M, counts_M = _squared_errors(distribution, distribution.taken)
     per_element_M = variances_M.log() / 2 + _LOG_TWO_PI / 2
-    return _reduced(-errors_M / (2 * variances_M) - per_element_M * counts_M, counts_M, distribution)
+    logprobs_M = -errors_M / (2 * variances_M) - per_element_M * counts_M
+    return _reduced(logprobs_M, counts_M, distribution)
 
 
 def gaussian_entropies(distribution: GaussianDistribution) -> Tensor:
@@ -56,7 +57,8 @@ def gaussian_entropies(distribution: GaussianDistribution) -> Tensor:
         (M,) float64 (float32 on a device without it), nats, without graph; 0 where sigma is 0.
     """
     counts_M = _counts(distribution)
-    return _reduced((_safe(distribution.stds_M).log() + (1 + _LOG_TWO_PI) / 2) * counts_M, counts_M, distribution)
+    entropies_M = (_safe(distribution.stds_M).log() + (1 + _LOG_TWO_PI) / 2) * counts_M
+    return _reduced(entropies_M, counts_M, distribution)
 
 
 def gaussian_kl(distribution: GaussianDistribution) -> Tensor:

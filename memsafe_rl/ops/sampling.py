@@ -184,7 +184,8 @@ def uniform_noise(words_B: Tensor, slots: int, *, first: int = 0) -> Tensor:
         (B, slots) float64, in (0, 1).
     """
     steps = torch.arange(first + 1, first + slots + 1, device=words_B.device) * _GAMMA
-    return _shift_right(_mix(words_B[:, None] + steps), 12).double().add_(0.5).mul_(2.0**-52)
+    bits = _shift_right(_mix(words_B[:, None] + steps), 12)
+    return bits.double().add_(0.5).mul_(2.0**-52)
 
 
 def gumbel_noise(words_B: Tensor, slots: int) -> Tensor:

@@ -314,7 +314,8 @@ def _narrow_bytes(model: Any, settings: Any) -> int:
     """Counts the narrow copies that autocast keeps of trained weights, not of experts', until a forward is over."""
     dtype, named = settings.autocast_dtype, model.named_parameters()
     matrices = [weight for name, weight in named if name.endswith("weight") and weight.dim() > 1]
-    return 0 if dtype is None else dtype.itemsize * sum(weight.numel() for weight in matrices if weight.requires_grad)
+    kept = [weight.numel() for weight in matrices if weight.requires_grad]
+    return 0 if dtype is None else dtype.itemsize * sum(kept)
 
 
 def _loaded_before(model: Any, critic: Any, ranks: int) -> dict[Component, int]:

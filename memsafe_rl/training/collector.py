@@ -23,7 +23,6 @@ from memsafe_rl.data.partial_rollouts import (
     joined_prompts,
 )
 from memsafe_rl.data.prompts import Prompts, copied, hollow
-from memsafe_rl.errors import do_each
 from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
@@ -161,8 +160,11 @@ class Collector:
 
     def close(self) -> None:
         """Ends the engine and the threads of environments; the next rollout starts them anew."""
-        environments = self._setup.environments
-        do_each(self._setup.engine.close, *(() if environments is None else (environments.close,)))
+        try:
+            self._setup.engine.close()
+        finally:
+            if self._setup.environments is not None:
+                self._setup.environments.close()
 
     def plan(self, prompts: Prompts, batch: EpisodeBatch | None = None) -> None:
         """Asks the memory policy how to cut the rollout; episodes are as long as their environments make them."""

@@ -106,10 +106,10 @@ class Learner:
             MemoryBudgetError: no plan of the policy's fits.
             MemsafeError: the gradient is not finite.
         """
-        rollout, trained = state.rollout, len(self._setup.committed.parameters)
+        rollout = state.rollout
         assert rollout is not None, "a step learns from a rollout"
-        if self._setup.shards.divided and (now := len(trained_parameters(self._setup.trained))) != trained:
-            raise refusal("fsdp/frozen", trained=trained, now=now)
+        if self._setup.shards.divided:
+            self._refuse_frozen()
         rows = rollout.trajectory.rows_of(self.rows(state.cursor))
         scores_first = self._settings.marks_tokens or self._setup.adapter.routers is not None
         with self._setup.gathered() if scores_first else nullcontext():
@@ -125,6 +125,12 @@ class Learner:
             if self._config.num_iterations > 1 and state.cursor.epoch == 0:
                 rollout = self._with_old_logprobs(rollout, gradient)
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
+
+    def _refuse_frozen(self) -> None:
+        """Refuses weights that a callback has frozen or unfrozen since the ranks agreed on which they add up."""
+        trained, now = len(self._setup.committed.parameters), len(trained_parameters(self._setup.trained))
+        if now != trained:
+            raise refusal("fsdp/frozen", trained=trained, now=now)
 
     def commit(self, step: int) -> None:
         """Applies step number `step`; a commit that runs out of memory is rolled back and retried."""
@@ -348,7 +354,8 @@ def make_committer(
                 "float32 copies: load the model in float32, or name an optimizer by optim for master_weights.",
                 type(optimizer).__name__,
             )
-    with remedies_named(bool(half_weights_of(setup.trained, config.master_weights, optimizer)), config.master_weights):
+    replaced = half_weights_of(setup.trained, config.master_weights, optimizer)
+    with remedies_named(bool(replaced), config.master_weights):
         half = repeat(Stage.PREPARE, half_weights_for, setup.trained, config, optimizer)
     optimizer = optimizer or repeat(Stage.PREPARE, build_optimizer, setup.trained, config, half)
     moved = getattr(getattr(scheduler, "scheduler", scheduler), "optimizer", None)  # of accelerate's wrapper

@@ -519,7 +519,8 @@ def _attend_in_step(
         return whole, query.new_empty(0), query.new_empty(0), query.new_empty(0)
     found = reading.attend(layer, query, key, value, scoring)
     if len(found) == 1:
-        nothing = query.new_zeros((*query.shape[:3], 1), dtype=torch.promote_types(query.dtype, torch.float32))
+        like = torch.promote_types(query.dtype, torch.float32)
+        nothing = query.new_zeros((*query.shape[:3], 1), dtype=like)
         found += [nothing, torch.zeros_like(found[0]), nothing - math.inf]
     out, lse, own_out, own_lse = (part.contiguous() for part in found)
     return out, lse, own_out, own_lse
@@ -530,7 +531,8 @@ def _attend_on_fakes(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tupl
     if not key.shape[2]:  # a mark: cross-attention has one part
         return query.new_empty(query.shape), query.new_empty(0), query.new_empty(0), query.new_empty(0)
     outs, lses = (*query.shape[:3], value.shape[3]), (*query.shape[:3], 1)
-    out, lse = query.new_empty(outs), query.new_empty(lses, dtype=torch.promote_types(query.dtype, torch.float32))
+    like = torch.promote_types(query.dtype, torch.float32)
+    out, lse = (query.new_empty(outs), query.new_empty(lses, dtype=like))
     return out, lse, torch.empty_like(out), torch.empty_like(lse)
 
 

@@ -178,4 +178,5 @@ def _pooled(x: Tensor, elements: Tensor | None) -> Tensor:
         count = counted.expand_as(x).sum(axes).clamp(min=1)
     mean_MC = x.sum(axes) / count
     spread = (x - mean_MC.view(*mean_MC.shape, *(1,) * len(axes))) * counted
-    return torch.cat([mean_MC, (spread.square().sum(axes) / count + torch.finfo(torch.float16).tiny).sqrt()], 1)
+    variance_MC = spread.square().sum(axes) / count
+    return torch.cat([mean_MC, (variance_MC + torch.finfo(torch.float16).tiny).sqrt()], 1)

@@ -468,7 +468,8 @@ def naive_logits(distribution: TokenDistribution) -> Tensor:
         return head(hidden_MD)
     dtype = torch.promote_types(hidden_MD.dtype, head.weight_VD.dtype)
     bias_V = None if head.bias_V is None else head.bias_V.to(dtype)
-    return LogitMap(head.scale, head.soft_cap)(functional.linear(hidden_MD.to(dtype), head.weight_VD.to(dtype), bias_V))
+    logits_MV = functional.linear(hidden_MD.to(dtype), head.weight_VD.to(dtype), bias_V)
+    return LogitMap(head.scale, head.soft_cap)(logits_MV)
 
 
 def _number(config: Any, name: str) -> float:

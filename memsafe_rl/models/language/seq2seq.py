@@ -251,7 +251,8 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
     if reason is not None:
         adapter.joins = False
         alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
-        agreement.settle_generate(adapter, alike, adapter.row_logits(adapter.model, alike, range(len(alike))), reason)
+        alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
+        agreement.settle_generate(adapter, alike, alike_MV, reason)
 
 
 def start_token_of(lm: Any) -> int:

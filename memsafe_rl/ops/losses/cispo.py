@@ -17,7 +17,8 @@ def cispo_surrogate(ratios: Ratios) -> Tensor:
     Returns:
         (B, T).
     """
-    return -ratios.ratio.detach().clamp(max=ratios.settings.epsilon_high) * ratios.advantages * ratios.logprobs_BT
+    bounded = ratios.ratio.detach().clamp(max=ratios.settings.epsilon_high)
+    return -bounded * ratios.advantages * ratios.logprobs_BT
 
 
 def measure_cispo(ratios: Ratios) -> Measures:

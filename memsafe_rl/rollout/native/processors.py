@@ -380,7 +380,8 @@ def _eta(epsilon: float) -> Processor:
         probs_BV = logprobs_BV.exp()
         entropy_B1 = -(probs_BV * logprobs_BV.clamp(min=torch.finfo(logprobs_BV.dtype).min)).sum(1, keepdim=True)
         eta_B1 = (math.sqrt(epsilon) * torch.exp(-entropy_B1)).clamp(max=epsilon)
-        return scores_BV.masked_fill((probs_BV < eta_B1) & (scores_BV < scores_BV.amax(1, keepdim=True)), -math.inf)
+        dropped_BV = (probs_BV < eta_B1) & (scores_BV < scores_BV.amax(1, keepdim=True))
+        return scores_BV.masked_fill(dropped_BV, -math.inf)
 
     return Processor(apply, theirs.EtaLogitsWarper, in_place=False)
 

@@ -301,7 +301,8 @@ def _advantages(
         return GroupAdvantages()
     make, values = inputs.models.critic, (adapter, wanted, partial(check, config, inputs.models))
     repeats = wanted is None or isinstance(wanted, str)
-    return CriticAdvantages(config, machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values))
+    made = machine.recovery.repeat(Stage.LOAD, make, *values) if repeats else make(*values)
+    return CriticAdvantages(config, made)
 
 
 def _load(inputs: Inputs, machine: Machine) -> LoadedModel:
