@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -345,9 +346,9 @@ class TrainingLoop:
         if checkpoint is not None:
             setup.recovery.repeat(Stage.RESUME, self._resume, checkpoint)
         self.files.open_logs(self.state, checkpoint)
-        progress, max_steps = self.state.progress, setup.planned_steps
+        progress, max_steps, per_epoch = self.state.progress, setup.planned_steps, setup.steps_per_epoch
         progress.max_steps = max_steps
-        progress.num_train_epochs = math.ceil(config.num_train_epochs)
+        progress.num_train_epochs = math.ceil(max_steps / per_epoch) if per_epoch else sys.maxsize
         progress.train_batch_size = config.per_device_train_batch_size
         progress.compute_steps(config, max_steps)
         is_over = self.state.step >= max_steps or self._used_up()
@@ -363,11 +364,11 @@ class TrainingLoop:
         empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
         self.files.prepare(setup, self.checkpoints, max_steps)
         self.report.call_event("on_train_begin", self.state)
-        self.report.call_event("on_epoch_begin", self.state)
         if is_over:
             self.report.control.should_training_stop = True
         if config.eval_on_start and checkpoint is None and self.eval_dataset is not None:
             (self.hooks.evaluate or self.evaluate)()
+        self.report.call_event("on_epoch_begin", self.state)
 
     def make_optimizer(self) -> None:
         """Makes what moves the weights."""

@@ -260,12 +260,17 @@ class TrainingSetup:
     @property
     def planned_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        config, per_epoch = self.config, self.source.prompts_per_epoch
-        if config.max_steps > 0:
-            return config.max_steps
-        if per_epoch is None:
+        if self.config.max_steps > 0:
+            return self.config.max_steps
+        if self.steps_per_epoch is None:
             raise ConfigError("max_steps is -1 but the dataset is a stream of unknown length. Set max_steps.")
-        return math.ceil(config.num_train_epochs * (per_epoch // config.prompts_per_rollout) * config.steps_per_rollout)
+        return math.ceil(self.config.num_train_epochs * self.steps_per_epoch)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of one pass over the prompts; None for a stream."""
+        config, per_epoch = self.config, self.source.prompts_per_epoch
+        return None if per_epoch is None else per_epoch // config.prompts_per_rollout * config.steps_per_rollout
 
     def memory_state(self) -> MemoryState:
         """Returns what a policy may know of the device, on which no frozen weights are left that only passed by."""

@@ -761,6 +761,27 @@ def test_callbacks_see_the_run_in_order(tmp_path: Path) -> None:
     assert [event for event in seen if event in order] == order
 
 
+@pytest.mark.parametrize(("max_steps", "epochs"), [(1, 1), (4, 1), (9, 3)])
+def test_an_epoch_begins_after_the_first_evaluation_and_epochs_are_those_of_the_steps(
+    max_steps: int, epochs: int, tmp_path: Path
+) -> None:
+    seen: list[Any] = []
+
+    class Watching(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append("on_evaluate")
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(state.num_train_epochs)
+
+    prompts = Dataset.from_dict({"prompt": PROMPTS[:8]})
+    counted = {"max_steps": max_steps, "num_train_epochs": 7, "eval_dataset": prompts, "eval_on_start": True}
+    trainer = make_trainer(tmp_path, train_dataset=prompts, callbacks=[Watching()], **counted)
+    assert trainer.setup.steps_per_epoch == 4
+    trainer.train()
+    assert seen == ["on_evaluate"] + [epochs] * epochs
+
+
 def test_callbacks_see_and_change_the_gradients_that_the_optimizer_gets(tmp_path: Path) -> None:
     """As under transformers' trainer, which clips before; noise that a callback added was scaled down with them."""
     norms, starts = list[float](), list[torch.Tensor]()

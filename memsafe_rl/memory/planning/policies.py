@@ -153,7 +153,7 @@ class AdaptivePolicy(MemoryPolicy):
     offload_activations: bool = False
 
     def __post_init__(self) -> None:
-        _check_switches(self)
+        _check_fields(self)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Decodes and scores as many rows together as are fast, or as fit: one row in flight when nothing fits."""
@@ -232,7 +232,7 @@ class LadderPolicy(MemoryPolicy):
     def __post_init__(self) -> None:
         check_plan(self.rollout, RolloutPlan)
         check_plan(self.update, UpdatePlan)
-        _check_switches(self)
+        _check_fields(self)
         fallbacks_named(self.fallbacks, Phase.UPDATE)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
@@ -267,6 +267,9 @@ class WithinBudget(MemoryPolicy):
 
     policy: MemoryPolicy  # makes the plans
     budget_bytes: int  # bytes; a smaller budget of the run still counts
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Asks the other policy with the smaller budget."""
@@ -318,17 +321,8 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
     """Refuses what is no plan of a kind, and counts, switches, predictions and choices that cannot be meant."""
     if not isinstance(plan, kind):
         raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
-    _check_switches(plan)
-    called = type(plan).__name__
-    for entry in fields(plan):
-        name, value, where = entry.name, getattr(plan, entry.name), f"{called}.{entry.name}"
-        if not str(entry.type).startswith("int") or (value is None and str(entry.type).endswith("None")):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
-        if value < (least := 0 if name in _MAY_BE_ZERO else 1):
-            raise ConfigError(f"{where} is {value}; it must be at least {least}.")
-    predicted = plan.predicted_bytes
+    _check_fields(plan)
+    called, predicted = type(plan).__name__, plan.predicted_bytes
     if not isinstance(predicted, Mapping):
         raise ConfigError(
             f"{called}.predicted_bytes is {predicted!r}; it must be a mapping of phase to bytes. Leave it out."
@@ -343,12 +337,18 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
         )
 
 
-def _check_switches(plan: Any) -> None:
-    """Refuses what a plan or a policy has for a switch or a choice that it does not offer."""
+def _check_fields(plan: Any) -> None:
+    """Refuses a count, a switch or a choice of a plan or a policy that cannot be meant."""
     for entry in fields(plan):
-        where, value = f"{type(plan).__name__}.{entry.name}", getattr(plan, entry.name)
-        left_open = value is None and str(entry.type).endswith("None")
-        if str(entry.type).startswith("bool") and not (isinstance(value, bool) or left_open):
+        where, kind, value = f"{type(plan).__name__}.{entry.name}", str(entry.type), getattr(plan, entry.name)
+        if value is None and kind.endswith("None"):
+            continue
+        if kind.startswith("int"):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
+            if value < (least := 0 if entry.name in _MAY_BE_ZERO else 1):
+                raise ConfigError(f"{where} is {value}; it must be at least {least}.")
+        if kind.startswith("bool") and not isinstance(value, bool):
             raise ConfigError(f"{where} is {value!r}; write True or False.")
         if value not in (known := _CHOICES.get(entry.name, (value,))):
             raise ConfigError(f"{where} is {value!r}; write one of {', '.join(map(repr, known))}.")

@@ -6,7 +6,14 @@ import pytest
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.estimator import update_time
-from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy, LadderPolicy, MemoryPolicy, check_packing
+from memsafe_rl.memory.planning.policies import (
+    AdaptivePolicy,
+    FixedPolicy,
+    LadderPolicy,
+    MemoryPolicy,
+    WithinBudget,
+    check_packing,
+)
 from memsafe_rl.memory.planning.search import extra_bytes, fallbacks_named
 from memsafe_rl.memory.runtime.meters import HostMeter
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
@@ -165,9 +172,11 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan 
         (lambda: AdaptivePolicy(trajectory_device="cpu"), "trajectory_device is 'cpu'; write one of 'device', 'host'"),
         (lambda: AdaptivePolicy(compile="fast"), "AdaptivePolicy.compile is 'fast'; write one of None, 'default'"),
         (lambda: LadderPolicy(climbs=None), "LadderPolicy.climbs is None; write True or False"),  # type: ignore[arg-type]
+        (lambda: WithinBudget(AdaptivePolicy(), "8GB"), "budget_bytes is '8GB'; it must be a whole number"),  # type: ignore[arg-type]
+        (lambda: WithinBudget(AdaptivePolicy(), 0), "WithinBudget.budget_bytes is 0; it must be at least 1"),
     ],
 )
-def test_switches_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
+def test_counts_switches_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
