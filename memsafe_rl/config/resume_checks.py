@@ -41,11 +41,15 @@ def _named(value: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+_NEWER = ("algorithm", "means of the policy", "null_condition of the policy")
+"""What earlier versions did not write."""
+
+
 def check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainerConfig) -> None:
     """Refuses settings that would make it another run; a setting newer than the checkpoint counts as its default."""
     declared, known = config.declared, config.declared.keys() & now.keys()  # the others of `declared` may change
     assumed = {name: now[name] if config.left_open(name) else declared[name].default for name in known}
-    assumed["algorithm"] = now.get("algorithm")  # which earlier versions did not write
+    assumed |= {name: now.get(name) for name in _NEWER}
     saved = {**assumed, **{name: value for name, value in saved.items() if name in known or name not in declared}}
     differing = [name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name)]
     differing = ["algorithm"] if "algorithm" in differing else differing  # with which settings come and go

@@ -128,6 +128,8 @@ def test_a_resumed_run_has_the_same_policy(tmp_path: Path) -> None:
         ({"trained_steps": TrainedSteps(0.5)}, "trained_steps of the policy"),
         ({"scheduler": scheduler}, "scheduler of the policy was 'DDIMScheduler, "),
         ({"steps": 5}, "num_inference_steps of the policy was 6 and is 5"),
+        ({"null_condition": torch.ones(2, WIDTH)}, "null_condition of the policy was"),
+        ({"scheduler": DDIMScheduler(timestep_spacing="trailing")}, "means of the policy was"),
     ]:
         with pytest.raises(ConfigError, match=words):
             make_trainer(tmp_path, make_policy(**options), max_steps=2).train(resume_from_checkpoint=True)

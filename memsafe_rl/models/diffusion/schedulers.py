@@ -125,6 +125,10 @@ class DiffusionScheduler(LinearScheduler):
         super().__post_init__()
         if not isinstance(self.steps_offset, int) or self.steps_offset < 0:
             raise refusal("steps_offset", offset=self.steps_offset)
+        if not isinstance(self.num_train_timesteps, int) or self.num_train_timesteps < 1:
+            raise refusal("num_train_timesteps", count=self.num_train_timesteps)
+        if not (0 <= self.beta_start < 1 and 0 <= self.beta_end < 1):
+            raise refusal("betas", start=self.beta_start, end=self.beta_end)
         self.alphas_cumprod = cumulative_alphas(
             self.num_train_timesteps, self.beta_start, self.beta_end, self.beta_schedule
         )
@@ -336,7 +340,8 @@ def flow_noise(level: float, shape: str, second: float) -> Callable[[float], flo
     """Returns the noise of a flow's SDE over time."""
     if shape == "constant":
         return lambda _: level
-    return lambda time: level * math.sqrt(time / (1 - (second if time == 1 else time)))
+    # the first time is 1 only up to rounding, with some shifts and in float32
+    return lambda time: level * math.sqrt(time / (1 - (second if math.isclose(time, 1, rel_tol=1e-6) else time)))
 
 
 def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_schedule: str) -> Tensor:

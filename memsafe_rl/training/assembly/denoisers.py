@@ -116,7 +116,9 @@ class Denoisers(ModelFactory):
         """Says how chains are drawn and scored, for runs that are resumed."""
         policy = self._policy
         laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
-        digest = hashlib.sha256(laid_out.numpy().tobytes()).hexdigest()[:16]
+        columns = range(policy.num_inference_steps)
+        one = torch.ones(len(columns), *(1 for _ in policy.sample_shape))
+        means = [policy.scheduler.mean(output, columns, 1 - output) for output in (one, 1 - one)]
         facts = {
             "sample_shape": list(policy.sample_shape),
             "condition_shape": list(policy.condition_shape),
@@ -127,7 +129,9 @@ class Denoisers(ModelFactory):
             "state_dtype": str(policy.state_dtype),
             "shared_noise": bool(policy.shared_noise),
             "trained_steps": str(policy.trained_steps),
-            "scheduler": f"{type(policy.scheduler).__name__}, {digest}",
+            "scheduler": f"{type(policy.scheduler).__name__}, {_digest(laid_out)}",
+            "means": _digest(torch.stack(means)),
+            "null_condition": _digest(policy.null_condition.float()),
         }
         return {f"{name} of the policy": value for name, value in facts.items()}
 
@@ -146,6 +150,10 @@ def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
     useless = sorted(_SHORTENED_BY_NOTHING.intersection(config.allow_lossy))
     if useless:
         raise refusal("denoiser/allow_lossy", name=useless[0])
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
 
 
 def _take_steps(config: TrainerConfig, steps: int) -> None:

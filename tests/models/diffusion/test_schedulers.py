@@ -139,6 +139,13 @@ def test_a_window_of_a_flow_has_noise_and_the_rest_has_none():
     torch.testing.assert_close(shifted.timesteps, torch.tensor([1.0, 0.9, 0.75, 0.5]))
 
 
+@pytest.mark.parametrize("shift", [0.01, 0.1, 0.2, 0.3, 0.46, 7.3])
+def test_the_first_step_of_any_flow_takes_the_noise_of_the_second_timestep(shift):
+    scheduler = laid_out(FlowSDEScheduler(shift=shift), 8)
+    second = shift * 0.875 / (1 + (shift - 1) * 0.875)
+    assert float(scheduler.stds[0]) == pytest.approx(0.7 * (1 / (1 - second)) ** 0.5 * (1 - second) ** 0.5)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -147,6 +154,10 @@ def test_a_window_of_a_flow_has_noise_and_the_rest_has_none():
         (lambda: DDIMScheduler(prediction_type="x0"), r"prediction_type is 'x0'\. Set it to one of epsilon, sample"),
         (lambda: DDIMScheduler(beta_schedule="cosine"), r"beta_schedule is 'cosine'\. Set it to one of linear"),
         (lambda: laid_out(DDIMScheduler(100), 101), r"num_inference_steps is 101.*between 1 and 100"),
+        (lambda: DDIMScheduler(10.5), r"num_train_timesteps is 10.5. Set it to a whole number above 0"),
+        (lambda: DDPMScheduler(0), r"num_train_timesteps is 0\."),
+        (lambda: DDIMScheduler(beta_start=-0.1), r"beta_start is -0.1 and beta_end is 0.02. Set both to at least 0"),
+        (lambda: DDPMScheduler(beta_end=2.0), r"beta_start is 0.0001 and beta_end is 2.0"),
         (lambda: DDPMScheduler(variance_type="learned"), r"variance_type is 'learned'"),
         (lambda: FlowSDEScheduler(noise_level=0), r"noise_level is 0"),
         (lambda: FlowSDEScheduler(shift=-1), r"shift is -1"),
