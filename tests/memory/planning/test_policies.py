@@ -176,7 +176,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan 
         (lambda: WithinBudget(AdaptivePolicy(), 0), "WithinBudget.budget_bytes is 0; it must be at least 1"),
     ],
 )
-def test_counts_switches_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
+def test_numbers_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
