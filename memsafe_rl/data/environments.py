@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, images_in, images_of
+from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, own_row
 from memsafe_rl.errors import do_each
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
@@ -130,10 +129,7 @@ class EnvironmentPool:
             pool.used = 0
         beginnings = []
         for row, key in rows.items():
-            prompt, example = copied(prompts.prompts[row // group_size]), prompts.examples[row // group_size]
-            # each episode has its row for itself; images are shared
-            images = *images_of(example), *images_in(example.get("prompt", ""))
-            example = copy.deepcopy(dict(example), {id(image): image for image in images})
+            prompt, example = copied(prompts.prompts[row // group_size]), own_row(prompts.examples[row // group_size])
             environment = self._environment(example)
             if prompt == PLACEHOLDER:
                 example.pop("prompt", None)

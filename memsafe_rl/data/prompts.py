@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from rich.progress import track
 from torch import Tensor
 
+from memsafe_rl.accounting import host_memory
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
 from memsafe_rl.micro_batches import prompt_order
@@ -518,6 +519,13 @@ def hollow(prompt: Any, *, in_parts: bool = False) -> Any:
 def copied(prompt: Any) -> Any:
     """Copies a prompt; images are shared."""
     return copy.deepcopy(prompt, {id(image): image for image in images_in(prompt)})
+
+
+def own_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies a row, so that whoever writes into it disturbs none of its other completions; images are shared."""
+    images = *images_of(row), *images_in(row.get("prompt", ""))
+    with host_memory():
+        return copy.deepcopy(dict(row), {id(image): image for image in images})
 
 
 def is_chat(prompt: Any) -> bool:

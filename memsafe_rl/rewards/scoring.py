@@ -56,6 +56,7 @@ class RewardModel:
         self.model = model
         self.name = reward_model_name(model)
         self.tokenizer = self._own_tokenizer(revision, trust_remote_code) if tokenizer is None else tokenizer
+        self._positions: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self._may_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         if self.tokenizer.pad_token_id is None:
@@ -71,6 +72,10 @@ class RewardModel:
         lengths = [len(ids) for ids in encoded["input_ids"]]
         if 0 in lengths:
             raise unusable("model/row", row=lengths.index(0), name=self.name)
+        tables = [part.num_embeddings for part in self.model.modules() if isinstance(part, nn.Embedding)]
+        limit = self._positions if self._positions in tables else None  # positions that are computed go on
+        if limit is not None and max(lengths) > limit:
+            raise unusable("model/long", name=self.name, tokens=max(lengths), positions=limit)
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         rewards_B = torch.empty(len(lengths))
         self.model.eval()
@@ -84,8 +89,7 @@ class RewardModel:
 
     def rehearse(self, tokens: int, rows: int, reward_rows: int) -> Tensor:
         """Scores as many of so many rows as are scored together once, all of them as long as can be but one."""
-        limit = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
-        tokens = max(1, tokens if limit is None else min(tokens, limit))
+        tokens = max(1, tokens if self._positions is None else min(tokens, self._positions))
         some = int(self.tokenizer.pad_token_id == 0)  # a token that is no padding
         count = min(rows, reward_rows)
         ids = [[some] * max(1, tokens - (row > 0 and row + 1 == count)) for row in range(count)]

@@ -38,7 +38,7 @@ from memsafe_rl.preflight.worst_case import check_worst_case
 from memsafe_rl.rewards.runner import RewardRunner, weights_for
 from memsafe_rl.rollout.multi_turn.roles import ModelRoles
 from memsafe_rl.trainers.overrides import INSTEAD, OwnRewards, hooks_of, refuse_ignored
-from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs
+from memsafe_rl.training.assembly.factory import build_setup, facts_of, machine_for, read_inputs, seed_rank
 from memsafe_rl.training.assembly.inputs import own_config
 from memsafe_rl.training.assembly.protocol import TrainingRequest
 from memsafe_rl.training.loop import TrainingLoop, TrainResult
@@ -135,6 +135,7 @@ class PolicyTrainer:
             return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
 
         setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
+        seed_rank(setup)
         handler = CallbackHandler([DefaultFlowCallback()], setup.model, setup.models.processing_class, None, None)
         self._loop = TrainingLoop(
             setup,
@@ -383,8 +384,9 @@ class PolicyTrainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; before `train`, the one that was passed or set, if any."""
-        return self._loop.optimizers[0] if self.setup.committer is None else self.setup.committer.optimizer
+        """The optimizer that was passed or set, or the one that `train` made."""
+        committer = self.setup.committer
+        return self._loop.optimizers[0] or (None if committer is None else committer.optimizer)
 
     @optimizer.setter
     def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -392,8 +394,9 @@ class PolicyTrainer:
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning-rate schedule; before `train`, the one that was passed or set, if any."""
-        return self._loop.optimizers[1] if self.setup.committer is None else self.setup.committer.scheduler
+        """The learning-rate schedule that was passed or set, or the one that `train` made."""
+        committer = self.setup.committer
+        return self._loop.optimizers[1] or (None if committer is None else committer.scheduler)
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:

@@ -164,8 +164,9 @@ class Checkpoints:
         if ahead is not None:
             drawn = loop.get("ahead", ())  # checkpoints of before there was any have none
             ahead.restore({SequenceKey(*key): completion_from(plain) for key, plain in drawn})
-        ranks, parallel = loop.get("rank_randoms", ()), setup.parallel  # of as many ranks, each goes on with its own
-        restore_random_state(ranks[parallel.rank] if len(ranks) == parallel.world_size else loop["random"])
+        randoms, rank = loop.get("rank_randoms") or [loop["random"]], setup.parallel.rank
+        if rank < len(randoms):  # further ranks keep the state that they were built with
+            restore_random_state(randoms[rank])
 
     @property
     def writes_weights_itself(self) -> bool:

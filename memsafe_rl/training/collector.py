@@ -22,7 +22,7 @@ from memsafe_rl.data.partial_rollouts import (
     groups_from,
     joined_prompts,
 )
-from memsafe_rl.data.prompts import Prompts, copied, hollow
+from memsafe_rl.data.prompts import Prompts, copied, hollow, own_row
 from memsafe_rl.memory.planning.policies import check_plan
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
@@ -370,14 +370,14 @@ class Collector:
     ) -> PendingScores:
         """Calls every reward function once on this rank's rows, in prompt order; async ones may go on afterwards."""
         prompts, size = groups.prompts, groups.size
-        examples = [prompts.examples[row // size] for row in mine]
+        examples = [own_row(prompts.examples[row // size]) for row in mine]
         names = {name for example in examples for name in example} - {"prompt", "completion", "completion_ids"}
         columns = {name: [example.get(name) for example in examples] for name in sorted(names)}
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         return self._setup.rewards.begin(
             given.prompts or [copied(prompts.prompts[row // size]) for row in mine],
-            list(texts),
+            [copied(text) if isinstance(text, list) else text for text in texts],
             self._setup.models.completion_ids(given.completions),
             columns,
             trainer_state=state.progress,

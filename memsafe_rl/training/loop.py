@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,21 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
     return collector.assign(drawn, trajectory, later_rows)
 
 
+@contextmanager
+def between_runs(setup: TrainingSetup) -> Iterator[None]:
+    """Tells other ranks of an error outside of the steps; ends threads and brings frozen weights back in any case."""
+    try:
+        yield
+    except BaseException as error:
+        setup.shards.finish_round(setup.recovery.repeat)
+        setup.parallel.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if setup.environments is not None:
+            setup.environments.close()
+        setup.return_weights()
+
+
 class TrainingLoop:
     """Runs a setup's steps in order and calls callbacks; `before_training` must not change any state."""
 
@@ -122,6 +137,7 @@ class TrainingLoop:
                             raise
                     if degradation is not None:
                         self.degrade(degradation)
+                self.files.finish()
         finally:
             self._running = False
             do_each(
@@ -132,11 +148,8 @@ class TrainingLoop:
                 self.files.release,
                 self.setup.return_weights,
             )
-        try:
+        with between_runs(self.setup):
             return self._end(started, first)
-        except BaseException as error:
-            self.setup.parallel.fail(f"{type(error).__name__}: {error}")
-            raise
 
     @contextmanager
     def _left_in_order(self) -> Iterator[None]:
@@ -260,12 +273,8 @@ class TrainingLoop:
     def evaluate(self, dataset: Any = None, prefix: str = "eval") -> dict[str, float]:
         """Evaluates on the run's own evaluation prompts, or on others."""
         chosen = self.eval_dataset if dataset is None else dataset
-        try:
-            with self.setup.gathered():
-                return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
-        finally:
-            if not self._running:
-                self.setup.return_weights()
+        with nullcontext() if self._running else between_runs(self.setup), self.setup.gathered():
+            return evaluated(self.collector, self.learner, self.report, self.state, chosen, prefix)
 
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
         """Returns the next lossy fallback that the user allows; several ranks would choose different ones."""
@@ -418,10 +427,11 @@ class TrainingLoop:
 
     def save_model(self, folder: Path) -> None:
         """Writes the weights (the adapter's, when there is one) and the tokenizer."""
-        write = self.checkpoints.writer()
-        if self.setup.parallel.is_main:
-            self.files.save_model(folder, write)
-        self.setup.parallel.wait()
+        with nullcontext() if self._running else between_runs(self.setup):
+            write = self.checkpoints.writer()
+            if self.setup.parallel.is_main:
+                self.files.save_model(folder, write)
+            self.setup.parallel.wait()
 
     def _end(self, started: float, first: int) -> TrainResult:
         """Waits for all ranks, logs totals and loads the best model if asked to."""

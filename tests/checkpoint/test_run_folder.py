@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +124,7 @@ def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     script = f"""
 import os, signal
+import time
 from pathlib import Path
 from memsafe_rl.checkpoint.run_folder import claim
 claim(Path({str(tmp_path)!r}), None)
@@ -343,6 +345,20 @@ class TestBackground:
 
         make_trainer(tmp_path, max_steps=4, callbacks=[Listens()], save_in_background=True, **SAVING).train()
         assert seen == [(step, True) for step in (1, 2, 3, 4)]
+
+    def test_the_last_one_that_cannot_be_written_ends_the_run(self, tmp_path: Path, monkeypatch: Any) -> None:
+        def full(*_: Any) -> None:
+            time.sleep(1)  # the run is over by then
+            raise OSError(28, "No space left on device")
+
+        class SavesOnce(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_save, control.should_training_stop = state.global_step == 1, state.global_step == 2
+
+        monkeypatch.setattr("memsafe_rl.checkpoint.store.write_manifest", full)
+        trainer = make_trainer(tmp_path, max_steps=3, save_in_background=True, callbacks=[SavesOnce()])
+        with pytest.raises(SaveError, match="checkpoint-1 was not saved: No space left"):
+            trainer.train()
 
     @pytest.mark.parametrize("choice", ["raise", "warn"])
     def test_what_cannot_be_written_is_told(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -122,6 +124,16 @@ def work(rank: int, port: int, folder: str) -> None:
         log_metric("rank", float(rank))
         return [float(len(text) % 3) for text in completions]
 
+    def absent(completions: list[str], **_: Any) -> list[float]:
+        if rank == 0:
+            raise ValueError("the judge is away")
+        return [0.0] * len(completions)
+
+    def draws(completions: list[str], **_: Any) -> list[float]:
+        found["numbers"] = random.random(), float(torch.rand(())), float(np.random.rand())
+        return [float(len(text) % 3) for text in completions]
+
+    trainer_of(Path(folder) / "random", reward_funcs=[draws], max_steps=1).train()
     found["evaluated"] = trainer_of(Path(folder) / "evaluated", reward_funcs=[logs_its_rank]).evaluate()
     talk = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in PROMPTS]})
     plays = {"environment_factory": Echo, "processing_class": chat_tokenizer(), "train_dataset": talk}
@@ -139,6 +151,15 @@ def work(rank: int, port: int, folder: str) -> None:
     with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
         trainer_of(Path(folder) / "end", callbacks=[Asking("")], max_steps=1).train()
     found["end"] = str(failed.value)
+    for name in ("evaluate", "save_model"):
+        trainer = trainer_of(Path(folder) / name, reward_funcs=[absent])
+        (Path(folder) / f"file {rank}").touch()
+        arguments = {} if name == "evaluate" else {"output_dir": Path(folder) / "file 0" / "model"}
+        with pytest.raises((MemsafeError, ValueError)) as failed:
+            getattr(trainer, name)(**arguments)
+        found[name] = str(failed.value)
+        if rank == 0:
+            time.sleep(5)  # with the error caught, as in a notebook
     torch.save(found, Path(folder) / f"{rank}.pt")
 
 
@@ -205,6 +226,20 @@ def test_what_a_callback_asks_for_on_one_rank_all_do(
 def test_weights_that_a_callback_freezes_stay_on_all_ranks_or_are_refused(ranks: list[dict[Any, Any]]) -> None:
     assert [rank["moved"] for rank in ranks] == [["model.norm.weight"]] * 2
     assert all("1 weights are trained where 24 were" in rank["frozen"] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_rewards_of_each_rank_draw_numbers_of_their_own(ranks: list[dict[Any, Any]]) -> None:
+    assert all(one != other for one, other in zip(ranks[0]["numbers"], ranks[1]["numbers"], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "error"), [("evaluate", "the judge is away"), ("save_model", "cannot be written")])
+def test_an_error_beside_training_is_told_to_all_ranks_at_once(
+    name: str, error: str, ranks: list[dict[Any, Any]]
+) -> None:
+    assert error in ranks[0][name]
+    assert "Rank 0 ended the run" in ranks[1][name]
 
 
 @pytest.mark.slow

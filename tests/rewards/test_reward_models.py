@@ -173,6 +173,17 @@ def test_a_model_that_gives_no_reward_is_refused(logits, message):
         RewardRunner(Broken(), tiny_tokenizer()).begin(["a", "b"], ["", ""], [[0]] * 2).result()
 
 
+def test_rows_beyond_a_table_of_positions_are_refused_and_computed_positions_are_not():
+    for kind in ("gpt2", "qwen3"):
+        model = classifier(kind)
+        positions = model.config.max_position_embeddings
+        reward = RewardModel(model, tiny_tokenizer())
+        if kind == "gpt2":
+            with pytest.raises(DataError, match=f"reads {positions} tokens at most, and .* has {positions + 1}"):
+                reward.score(["x"], ["y" * positions], 1)
+        assert reward.score(["x"], ["y" * (positions if kind == "qwen3" else positions - 1)], 1).isfinite().all()
+
+
 def test_an_empty_row_and_a_missing_tokenizer_are_refused():
     with pytest.raises(DataError, match="Row 1 has no tokens"):
         RewardRunner(classifier(), tiny_tokenizer()).begin(["a", ""], ["", ""], [[0]] * 2).result()

@@ -393,6 +393,22 @@ def test_an_environment_that_cannot_be_closed_keeps_no_other_open(tmp_path: Path
     assert isinstance(caught.value.__context__, ZeroDivisionError)  # what ended the run is told with it
 
 
+def test_environments_are_closed_after_an_evaluation_beside_training(tmp_path: Path) -> None:
+    open_ones: set[int] = set()
+
+    class Counted(Digits):
+        def reset(self, example: Any) -> Any:
+            open_ones.add(id(self))
+            return super().reset(example)
+
+        def close(self) -> None:
+            open_ones.discard(id(self))
+
+    trainer = trainer_of(tmp_path, environment_factory=Counted, max_steps=1)
+    assert "eval_reward" in trainer.evaluate(trainer.train_dataset)
+    assert not open_ones
+
+
 def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
     trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=1).train()
     rows = [{"day": 3}] * 8

@@ -23,6 +23,7 @@ from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training import checkpoints
 from memsafe_rl.types import RolloutPlan, UpdatePlan
 from memsafe_rl.units import format_bytes
+from tests.rollout.multi_turn.helpers import chat_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, make_trainer, rewire, weights
 from tests.training.test_training import StopAt
@@ -245,6 +246,41 @@ def test_a_completion_may_look_like_markup(tmp_path: Path, capsys: pytest.Captur
 
     make_trainer(tmp_path, rollout_func=markup, log_completions=True, max_steps=1).train()
     assert "[red]" in capsys.readouterr().out
+
+
+def test_what_a_reward_writes_into_a_row_reaches_no_other_completion_and_no_table(tmp_path: Path) -> None:
+    counts: list[int] = []
+
+    def judge(prompts: Any, completions: Any, tests: Any, **_: Any) -> list[float]:
+        for own, said in zip(tests, completions, strict=True):
+            counts.append(sum(1 for _ in iter(lambda own=own: own["cases"] and own["cases"].pop(), [])))
+            said[0]["content"] = "<judged>"
+        return [float(place % 3) for place in range(len(tests))]
+
+    asked = [[{"role": "user", "content": text}] for text in PROMPTS]
+    data = Dataset.from_dict({"prompt": asked, "tests": [{"cases": ["a", "b", "c"]}] * len(asked)})
+    given = {"train_dataset": data, "processing_class": chat_tokenizer(), "reward_funcs": judge}
+    trainer = make_trainer(tmp_path, log_completions=True, max_steps=2, **given)
+    trainer.train()
+    assert set(counts) == {3}
+    assert len(counts) == 2 * trainer.args.step_rows
+    shown = "".join(path.read_text() for path in (tmp_path / "completions").iterdir())
+    assert shown
+    assert "<judged>" not in shown
+
+
+def test_an_optimizer_set_between_two_runs_is_the_one_that_is_read_and_stepped(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.AdamW)
+    trainer.optimizer = still = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
+    assert trainer.optimizer is still
+    trainer.create_scheduler(2)
+    assert trainer.lr_scheduler.optimizer is still
+    before = weights(trainer)
+    trainer.train()
+    assert trainer.optimizer is still
+    assert torch.equal(weights(trainer), before)
 
 
 def test_columns_and_prompts_of_a_rollout_func_are_used(tmp_path: Path) -> None:

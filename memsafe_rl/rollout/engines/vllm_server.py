@@ -168,7 +168,7 @@ class Servers:
     def _prepare(self, server: Server) -> None:
         if not self._met:
             server.wait()
-        if server.version() != self._label:
+        if not self._met or server.version() != self._label:  # a process killed on the way leaves a server paused
             server.take(*self._whole_weights())
         label = self._label
         temperature = self._config.temperature or 1.0  # at 0 none counts

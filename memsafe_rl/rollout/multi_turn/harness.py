@@ -125,9 +125,10 @@ class _Play:
         try:
             given: Any = self.harness.agent(example, client)
             self.reward = asyncio.run(_awaited(given)) if inspect.isawaitable(given) else given
-            self.harness.returned()
+            if not self.failed:
+                self.harness.returned()
         except BaseException as error:
-            self._fail(error)
+            self.fail(error)
         finally:
             self.over.set()
             self.box.wake()
@@ -136,10 +137,11 @@ class _Play:
         """Waits for the agent's next request; None where there is none."""
         request = self.box.take(self.over, self.harness.timeout_seconds)
         if request is None and not self.over.is_set() and not self.box.closed:
-            self._fail(TimeoutError(f"no request for {self.harness.timeout_seconds:g} seconds"))
+            self.fail(TimeoutError(f"no request for {self.harness.timeout_seconds:g} seconds"))
         return request
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Takes note that the episode has no reward, whatever the agent returns later."""
         self.failed = True
         self.harness.failed(error)
 
@@ -201,9 +203,9 @@ class AgentEpisode(Environment):
         if play is None:
             return None
         if not play.over.wait(_FAREWELL_SECONDS):
-            self._harness.failed(TimeoutError("an agent went on after the end of its episode"))
+            play.fail(TimeoutError("an agent went on after the end of its episode"))
         self._harness.server.forget(play.url)
-        return play.reward
+        return None if play.failed else play.reward
 
     def _next(self) -> Rewritten | None:
         assert self._play is not None, "an episode is reset first"

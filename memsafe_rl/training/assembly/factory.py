@@ -159,6 +159,7 @@ def prepare(
     inputs = read_inputs(config, request)
     accelerator = open_accelerator(config.use_cpu)
     setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator, sharded=config.sharded)))
+    seed_rank(setup)
     setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
     Learner(setup).make_state()
     return setup
@@ -177,6 +178,12 @@ def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kin
     if kind is None:
         recovery.repeat(Stage.LOAD, prepare_device, device)
     return Machine(device, parallel, recovery, holdings)
+
+
+def seed_rank(setup: TrainingSetup) -> None:
+    """Has a user's rewards and rollouts draw other numbers on each rank, once new weights have been drawn alike."""
+    if setup.parallel.rank:
+        set_seed(setup.config.seed + setup.parallel.rank)
 
 
 def build_setup(

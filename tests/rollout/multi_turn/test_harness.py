@@ -360,6 +360,25 @@ def test_an_agent_that_falls_silent_does_not_hold_up_the_run(harness: Any, tmp_p
     wake.set()
 
 
+@pytest.mark.slow
+def test_an_agent_that_returns_too_late_is_not_paid(harness: Any, caplog: Any) -> None:
+    wake = threading.Event()
+
+    def late(example: Mapping[str, Any], client: AgentClient) -> float:
+        chat(client, opening(example))
+        wake.wait(30)
+        return 5.0
+
+    place, tokenizer = harness(late, timeout_seconds=0.3), chat_tokenizer()
+    asked = [{"role": "user", "content": "q"}]
+    start = Beginning(SequenceKey(0, 0, 0, 0), {"prompt": asked, "number": 0}, asked, place())
+    (episode,) = play([start], table(tokenizer, says(tokenizer, {})))
+    wake.set()
+    assert episode.environment.reward() is None
+    assert "TimeoutError('no request for 0.3 seconds')" in caplog.text
+    assert place._failures == 1
+
+
 def test_an_agent_that_fails_before_its_first_request_has_no_reward(harness: Any, caplog: Any) -> None:
     def agent(example: Mapping[str, Any], client: AgentClient) -> float:
         if example["number"] == 0:

@@ -221,6 +221,21 @@ def test_a_server_that_is_busy_while_it_takes_weights_is_told_again(
     assert own_logprobs(model, rows) < 1e-4
 
 
+@pytest.mark.parametrize("route", ["/collective_rpc", "/resume", "/update_weight_version"])
+def test_a_server_that_a_killed_process_left_on_the_way_serves_the_next_one(
+    route: str, tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
+) -> None:
+    rows_of(engine_on(tmp_path, model, servers[0]))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    nudge(model)
+    servers[0].fails = {route}  # where the process is killed
+    with pytest.raises(MemsafeError):
+        rows_of(engine_on(tmp_path, model, servers[0]), step=1)
+    servers[0].fails = set()
+    model.load_state_dict(before)  # it resumes from the step before
+    assert ids_of(rows_of(engine_on(tmp_path, model, servers[0]))) == expected
+
+
 @pytest.mark.slow
 def test_a_slow_answer_is_given_up_and_ended(
     tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
