@@ -62,6 +62,7 @@ class WholeWeights:
     """Weights that lie whole on every rank."""
 
     divided = False  # whether ranks share the weights
+    trained: Sequence[nn.Parameter] = ()  # what ranks that share them have agreed to train
 
     def __init__(self, foreseen: Callable[[bool], AbstractContextManager[None]] | None = None) -> None:
         self.in_rounds = foreseen is not None  # whether micro-batches share nothing, as in the rounds of ranks

@@ -19,6 +19,7 @@ import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -60,20 +61,32 @@ def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
     return accelerator
 
 
-def connect(accelerator: Accelerator, *, sharded: bool = False) -> Parallel:
-    """Returns what stands for the processes of a run, as it was launched; whether they share what they train."""
+def connect(accelerator: Accelerator, *, sharded: bool, timeout_seconds: float) -> Parallel:
+    """Returns what stands for the processes of a run, as it was launched, which may share what they train."""
     if accelerator.distributed_type not in _KNOWN:
         raise ConfigError(
             f"the launcher asks for {accelerator.distributed_type}; only one process, replicated data parallel and "
             "FSDP2 are supported. Launch with distributed_type NO, MULTI_GPU, MULTI_CPU or FSDP."
         )
-    return OneProcess() if accelerator.num_processes == 1 else Replicas(accelerator, sharded=sharded)
+    if accelerator.num_processes == 1:
+        return OneProcess()
+    return Replicas(accelerator, sharded=sharded, timeout_seconds=timeout_seconds)
+
+
+@contextmanager
+def telling(parallel: Parallel) -> Iterator[None]:
+    """Tells the other ranks of an error, so that none waits for one that has left."""
+    try:
+        yield
+    except BaseException as error:
+        parallel.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
 class Replicas:
     """Splits work over ranks and brings results together; no collective happens anywhere else."""
 
-    def __init__(self, accelerator: Accelerator, *, sharded: bool = False) -> None:
+    def __init__(self, accelerator: Accelerator, *, sharded: bool = False, timeout_seconds: float = 1800) -> None:
         self.world_size: int = accelerator.num_processes
         # ranks that share each component
         self._parts: dict[Component, int] = dict.fromkeys(_DIVIDED if sharded else (), self.world_size)
@@ -81,7 +94,7 @@ class Replicas:
         self.is_main: bool = accelerator.is_main_process
         self._ended: str | None = None
         # Words and bytes go over the host whatever the device, so that they neither need nor disturb its memory.
-        self._hosts: Any = distributed.new_group(backend="gloo")
+        self._hosts: Any = distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         # Tensors over plain Python buffers: read and written without an allocation that could fail.
         self._word = array("q", [0] * (1 + self.world_size))
         self._word_tensor = torch.frombuffer(self._word, dtype=torch.int64)
@@ -205,8 +218,7 @@ class Replicas:
         """Says that a collective broke off, after which no other can work."""
         self._ended = _CUT_OFF
         return MemsafeError(
-            f"rank {self.rank} lost the others ({error}): a rank was killed, took longer than the process group's "
-            "timeout, or ended where all have to call what gathers weights, such as save_model. See the other ranks' "
+            f"rank {self.rank} lost the others ({error}): a rank was killed, took longer than ddp_timeout, or ended where all have to call what gathers weights, such as save_model. See the other ranks' "
             "logs, and resume from the last checkpoint."
         )
 

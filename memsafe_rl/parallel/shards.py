@@ -93,6 +93,7 @@ class ShardedWeights:
     """Networks whose weights, gradients and optimizer states are divided, in place, among all ranks."""
 
     divided = in_rounds = True
+    trained: Sequence[nn.Parameter] = ()
 
     def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
         self._ranks = ranks
@@ -350,6 +351,12 @@ def check_dividable(adapter: Any) -> None:
         raise ConfigError(f"{told} is none. {remedy}")
     if not blocks_of(adapter.lm):
         raise ConfigError(f"{told} has no repeated blocks. {remedy}")
+    if any("trainable_tokens" in name for name, _ in adapter.lm.named_parameters()):
+        raise ConfigError(f"{told} trains single rows of a table (trainable_token_indices). {remedy}")
+    for block in blocks_of(adapter.lm):
+        types = sorted({str(weight.dtype) for weight in block.parameters() if weight.requires_grad})
+        if len(types) > 1:
+            raise ConfigError(f"{told} trains weights of {' and '.join(types)} in one block. Load all in one type.")
     odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
     if odd is not None:
         raise ConfigError(

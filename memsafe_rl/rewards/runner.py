@@ -10,7 +10,7 @@ import math
 import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,13 @@ class RewardScores:
     metrics: Mapping[str, list[float]] = field(default_factory=dict)
     # by name, how often a function took longer than it may; functions that never did are left out
     timeouts: Mapping[str, int] = field(default_factory=dict)
+
+
+def over_ranks(own: RewardScores, everywhere: Sequence[RewardScores]) -> RewardScores:
+    """Joins what all ranks' functions logged; seconds stay this rank's own."""
+    names = {name for scores in everywhere for name in scores.metrics}
+    metrics = {name: [value for one in everywhere for value in one.metrics.get(name, ())] for name in sorted(names)}
+    return replace(own, metrics=metrics, timeouts=sum((Counter(one.timeouts) for one in everywhere), Counter()))
 
 
 PendingScores = Pending[RewardScores]

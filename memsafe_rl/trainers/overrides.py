@@ -110,6 +110,8 @@ class OwnRewards:
     ) -> PendingScores:
         """Has the trainer's class reward all rows, and checks what it gives."""
         names, rows = self._trainer.rewards.names, range(len(prompts))
+        if not rows:  # of an evaluation with fewer rows than ranks; a user's method may look at the first one
+            return PendingScores(partial(RewardScores, torch.zeros(0, len(names)), names))
         inputs = [{"prompt": prompts[row], **{name: values[row] for name, values in columns.items()}} for row in rows]
         self._scores, self._attempt = None, attempt
         found = self._calculate(inputs, prompts, completions, completion_ids)

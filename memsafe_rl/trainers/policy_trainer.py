@@ -31,7 +31,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.losses.core import off_policy_mask
-from memsafe_rl.parallel.replicas import connect, open_accelerator
+from memsafe_rl.parallel.replicas import connect, open_accelerator, telling
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
@@ -122,35 +122,37 @@ class PolicyTrainer:
         self.accelerator = open_accelerator(
             self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
         )
-        if self.accelerator.is_main_process:  # several at once would take the folder from under each other
-            check_writable(Path(self.args.output_dir))
-        self._inputs = inputs = read_inputs(self.args, request)
-        self._eval_dataset = request.eval_dataset
-        outputs = self._check_outputs(inputs.models.processing_class)
-        machine = machine_for(inputs, self.accelerator.device, connect(self.accelerator, sharded=self.args.sharded))
-        self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
+        parallel = connect(self.accelerator, sharded=self.args.sharded, timeout_seconds=self.args.ddp_timeout)
+        with telling(parallel):
+            if self.accelerator.is_main_process:  # several at once would take the folder from under each other
+                check_writable(Path(self.args.output_dir))
+            self._inputs = inputs = read_inputs(self.args, request)
+            self._eval_dataset = request.eval_dataset
+            outputs = self._check_outputs(inputs.models.processing_class)
+            machine = machine_for(inputs, self.accelerator.device, parallel)
+            self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
 
-        def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
-            """Returns a user's function the trainer it expects."""
-            return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
+            def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
+                """Returns a user's function the trainer it expects."""
+                return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
 
-        setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
-        seed_rank(setup)
-        handler = CallbackHandler([DefaultFlowCallback()], setup.model, setup.models.processing_class, None, None)
-        self._loop = TrainingLoop(
-            setup,
-            optimizers=given_optimizers(optimizers),
-            callbacks=handler,
-            eval_dataset=inputs.eval_dataset,
-            before_training=_check_before_training,
-            hooks=hooks_of(self, PolicyTrainer),
-        )
-        self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
-        for callback in (*_own_callbacks(self.args, setup, self._run_record), *outputs, *_listed(callbacks)):
-            handler.add_callback(callback)
-        self._loop.report.call_event("on_init_end", self._loop.state)
-        if setup.parallel.is_main and not self.args.disable_tqdm:
-            banner(self._facts())
+            setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
+            seed_rank(setup)
+            handler = CallbackHandler([DefaultFlowCallback()], setup.model, setup.models.processing_class, None, None)
+            self._loop = TrainingLoop(
+                setup,
+                optimizers=given_optimizers(optimizers),
+                callbacks=handler,
+                eval_dataset=inputs.eval_dataset,
+                before_training=_check_before_training,
+                hooks=hooks_of(self, PolicyTrainer),
+            )
+            self._own_rewards = OwnRewards(self, self._calculate_rewards, PolicyTrainer)
+            for callback in (*_own_callbacks(self.args, setup, self._run_record), *outputs, *_listed(callbacks)):
+                handler.add_callback(callback)
+            self._loop.report.call_event("on_init_end", self._loop.state)
+            if setup.parallel.is_main and not self.args.disable_tqdm:
+                banner(self._facts())
 
     def _check_outputs(self, processing_class: Any) -> list[Any]:
         """Proves that the run's results can be written, followed and uploaded, before any weight is loaded."""

@@ -153,7 +153,7 @@ class Checkpoints:
         if "alarms" in loop:  # checkpoints of before there were any
             state.alarms.load_state_dict(loop["alarms"])
         if setup.config.memory_budget == "auto":
-            setup.memory.budget_bytes = loop["memory"]["budget_bytes"]
+            setup.memory.budget_bytes = min(setup.memory.budget_bytes, loop["memory"]["budget_bytes"])  # of this device
         if saved.trajectory is not None:
             facts = loop["experience"]
             _read_again(setup, saved.trajectory, state.cursor.position, facts["consumed"], loop.get("contexts"))

@@ -28,7 +28,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.ops.advantages import estimated_advantages, zero_spread_groups
 from memsafe_rl.ops.evaluation import sample_metrics
-from memsafe_rl.rewards.runner import PendingScores
+from memsafe_rl.rewards.runner import PendingScores, over_ranks
 from memsafe_rl.rollout.engine import DrawsAhead, RolloutEngine
 from memsafe_rl.rollout.multi_turn.lockstep import EpisodeBatch
 from memsafe_rl.training import refusal
@@ -256,24 +256,28 @@ class Collector:
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
             pending = self._begin_rewards(groups, mine, given, texts, state)
+        nothing, external = [None] * len(mine), [given.external] * len(mine)
+        columns = given.conditions, given.completions, given.masks or nothing, texts, given.pieces or nothing, external
         try:
+            rows = zip(*gather([*zip(*columns, strict=True)]), strict=True)
+            conditions, completions, masks, texts, pieces, external = rows
             samples = Samples(
                 prompts=groups.prompts,
                 group_size=groups.size,
-                conditions=tuple(gather(given.conditions)),
-                completions=tuple(gather(given.completions)),
-                masks=None if given.masks is None else tuple(gather(given.masks)),
-                texts=tuple(gather(texts)),
+                conditions=conditions,
+                completions=completions,
+                masks=_completed(masks, completions),
+                texts=texts,
                 rewards_BF=_NO_REWARDS,
                 extras=(),
-                external=given.external,
-                pieces=() if given.pieces is None else tuple(gather(given.pieces)),
+                external=all(external),
+                pieces=() if None in pieces else pieces,
                 facts=episode_metrics(gather([given.counts])) if self.episodes.played else {},
             )
         except BaseException:
             pending.cancel()
             raise
-        return samples, PendingRewards(pending, len(mine), answering)
+        return samples, PendingRewards(pending, answering)
 
     def _drawn_by_user(self, draw_rollout: DrawRollout, groups: Groups, mine: range) -> ExternalRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
@@ -389,11 +393,16 @@ class Collector:
         setup = self._setup
         with setup.memory.phase(pending.phase, compared=False):
             scores = pending.scores.result()
-            setup.on_rewards(scores)
-            rewards = setup.parallel.gather(scores.rewards_BF.tolist())
+            everywhere = setup.parallel.gather([scores])
+            setup.on_rewards(over_ranks(scores, everywhere))
+            rewards = [row for one in everywhere for row in one.rewards_BF.tolist()]
             rewards_BF = setup.recovery.repeat(Stage.STORE, torch.tensor, rewards, dtype=torch.float32)
-        extras = [{name: values[row] for name, values in scores.extras.items()} for row in range(pending.rows)]
-        return replace(samples, rewards_BF=rewards_BF, extras=tuple(setup.parallel.gather(extras)))
+        extras = [
+            {name: values[row] for name, values in one.extras.items()}
+            for one in everywhere
+            for row in range(len(one.rewards_BF))
+        ]
+        return replace(samples, rewards_BF=rewards_BF, extras=tuple(extras))
 
     def _refill(self, samples: Samples, consumed: int, state: RunState) -> tuple[Samples, int]:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
@@ -468,6 +477,15 @@ def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], M
         return attempt(planned)
 
     return run
+
+
+def _completed(masks: Sequence[Tensor | None], completions: Sequence[Completion]) -> tuple[Tensor, ...] | None:
+    """Returns all rows' masks, ones where a rank's function gave none; None where no rank's did."""
+    if all(mask is None for mask in masks):
+        return None
+    with host_memory():
+        whole = [torch.ones(len(one.ids), dtype=torch.uint8) for one in completions]
+    return tuple(ones if mask is None else mask for ones, mask in zip(whole, masks, strict=True))
 
 
 def _flat_groups(samples: Samples) -> list[bool]:

@@ -127,10 +127,10 @@ class Learner:
         return StepResult(rollout, metrics, gradient.micro_batches, sample)
 
     def _refuse_frozen(self) -> None:
-        """Refuses weights that a callback has frozen or unfrozen since the ranks agreed on which they add up."""
-        trained, now = len(self._setup.committed.parameters), len(trained_parameters(self._setup.trained))
-        if now != trained:
-            raise refusal("fsdp/frozen", trained=trained, now=now)
+        """Refuses weights that were frozen or unfrozen since the ranks agreed on which they add up."""
+        agreed, now = self._setup.shards.trained, trained_parameters(self._setup.trained)
+        if set(map(id, now)) != set(map(id, agreed)):
+            raise refusal("fsdp/frozen", trained=len(agreed), now=len(now))
 
     def commit(self, step: int) -> None:
         """Applies step number `step`; a commit that runs out of memory is rolled back and retried."""

@@ -259,6 +259,7 @@ class TrainingLoop:
         report.agree()
         if report.control.should_log:
             report.flush(self.state)
+            report.agree()
         if report.control.should_evaluate:
             with report.taken_back_if_cut_short():
                 if self.eval_dataset is not None:

@@ -113,7 +113,6 @@ class PendingRewards:
     """Rewards of one rank's rows, which may still be under way."""
 
     scores: PendingScores  # the reward functions' calls
-    rows: int  # completions of this rank
     phase: Phase  # to which the wait belongs
 
 

@@ -32,7 +32,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator
+from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator, telling
 from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable, save_whole_only
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rewards.runner import RewardRunner
@@ -156,13 +156,15 @@ def prepare(
     """
     config.validate()
     set_seed(config.seed)
-    inputs = read_inputs(config, request)
     accelerator = open_accelerator(config.use_cpu)
-    setup = build_setup(inputs, machine_for(inputs, accelerator.device, connect(accelerator, sharded=config.sharded)))
-    seed_rank(setup)
-    setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
-    Learner(setup).make_state()
-    return setup
+    parallel = connect(accelerator, sharded=config.sharded, timeout_seconds=config.ddp_timeout)
+    with telling(parallel):
+        inputs = read_inputs(config, request)
+        setup = build_setup(inputs, machine_for(inputs, accelerator.device, parallel))
+        seed_rank(setup)
+        setup = replace(setup, committer=make_committer(setup, optimizers, setup.planned_steps))
+        Learner(setup).make_state()
+        return setup
 
 
 def machine_for(inputs: Inputs, device: torch.device, parallel: Parallel, *, kind: str | None = None) -> Machine:
@@ -268,6 +270,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     for one in adapters:
         one.reread()
     save_whole_only(setup.model)
+    shards.trained = trained_parameters(setup.trained)
     return shards
 
 

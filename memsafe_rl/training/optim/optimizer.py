@@ -259,6 +259,8 @@ class Committer:
         self.unpark()
         if self._checked().overflowed:
             return
+        if len(self.half.parts.whole) < len(self.parameters):
+            self.complete_gradients()  # a callback may have replaced those of weights that are divided
         self.half.open()
         if not steps_without_allocating(self.optimizer, self.stepped):
             self._snapshot = Snapshot(self.optimizer, self.scheduler, self.parameters)
