@@ -39,7 +39,7 @@ from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import DamagedCheckpointError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.micro_batches import Cursor
-from memsafe_rl.models.module_state import copy_weights
+from memsafe_rl.models.module_state import copy_into
 from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog
@@ -138,7 +138,8 @@ class Checkpoints:
         self.load_weights(folder)
         setup.committed.load_state_dict(saved.tensors)
         if setup.reference_model is not None and "reference" in saved.tensors:
-            copy_weights(setup.reference_model, saved.tensors["reference"])
+            for name, target in setup.reference_model.state_dict().items():
+                copy_into(target, saved.tensors["reference"][name])
         state.progress = TrainerState(**loop["trainer_state"])
         if state.progress.best_model_checkpoint:  # it moved along with the folder
             best = folder.parent / Path(state.progress.best_model_checkpoint).name
