@@ -193,6 +193,11 @@ class Checkpoints:
         # the next rollout as far as it is drawn ahead of the weights, which a resumed run no longer has
         ahead = self._setup.engine.supports.ahead
         drawn = {} if ahead is None else ahead.drawn()
+        experience = contexts = None
+        if (rollout := state.rollout) is not None:
+            experience = {name: getattr(rollout, name) for name in ("consumed", "external", "metrics")}
+            experience["waiting"] = plain_groups(rollout.waiting)
+            contexts = self._setup.models.reader.read_in_contexts()
         return {
             "cursor": asdict(state.cursor),
             "ending": None if state.ending is None else asdict(state.ending),
@@ -200,8 +205,8 @@ class Checkpoints:
             **state.controllers.state_dict(),
             "memory": self._setup.memory.state_dict(),
             "alarms": state.alarms.state_dict(),
-            "experience": _rollout_facts(state.rollout),
-            "contexts": None if state.rollout is None else self._setup.models.reader.read_in_contexts(),
+            "experience": experience,
+            "contexts": contexts,
             "waiting": plain_groups(state.waiting),
             "ahead": [(key, plain_completion(completion)) for key, completion in drawn.items()],
             "concessions": [asdict(degradation) for degradation in state.degradations],
@@ -236,17 +241,6 @@ def _read_again(
         return
     read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
     refusal.when(not {tuple(ids.tolist()) for ids in trajectory.conditions.rows()} <= read, "checkpoint/prompts")
-
-
-def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:
-    if rollout is None:
-        return None
-    return {
-        "consumed": rollout.consumed,
-        "external": rollout.external,
-        "metrics": rollout.metrics,
-        "waiting": plain_groups(rollout.waiting),
-    }
 
 
 def _save_through(hook: Callable[[Path], object], write: Callable[[Path], None], folder: Path) -> None:
