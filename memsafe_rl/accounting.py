@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from memsafe_rl.types import Component, Phase
 
 Turn = TypeVar("Turn")
+Value = TypeVar("Value")
 
 _listeners: list[Listener] = []
 _counters: list[Counter] = []
@@ -130,13 +131,18 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def standing_for(device_type: str) -> Iterator[None]:
-    """Has CPU tensors inside stand for those of a device, so that code takes the branches it takes there."""
-    token = _STANDS_FOR.set(device_type)
+def holding(variable: ContextVar[Value], value: Value) -> Iterator[None]:
+    """Has a context variable hold a value inside."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _STANDS_FOR.reset(token)
+        variable.reset(token)
+
+
+def standing_for(device_type: str) -> AbstractContextManager[None]:
+    """Has CPU tensors inside stand for those of a device, so that code takes the branches it takes there."""
+    return holding(_STANDS_FOR, device_type)
 
 
 def device_type_of(tensor: Tensor) -> str:

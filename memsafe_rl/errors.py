@@ -6,7 +6,9 @@ Every message states what failed, the value that failed with its unit, and what 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,18 @@ def first_line(error: BaseException) -> str:
 def kind_and_line(error: BaseException) -> str:
     """Returns an error's kind and the first line of its message."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+@contextmanager
+def quiet(logger: str, level: int) -> Iterator[None]:
+    """Keeps another library from logging what is below a level."""
+    log = logging.getLogger(logger)
+    before = log.level
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

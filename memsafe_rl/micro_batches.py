@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memsafe_rl.accounting import host_memory, worth_running
+from memsafe_rl.accounting import worth_running
 from memsafe_rl.prefix_tree import Branch, branches_of, depth_first, fork, grow
 from memsafe_rl.types import ModelGeometry, Trajectory, UpdateWork
 
@@ -429,24 +429,6 @@ def _micro_batch_of(part: Piece | Walk, held: int = 0) -> MicroBatch | MicroBatc
         lambda batches: list(range(len(batches))),
         reads=True,
     )
-
-
-def step_work(trajectory: Trajectory, rows: Sequence[int], geometry: ModelGeometry) -> UpdateWork:
-    """Returns the shape of rows whose columns are run one by one."""
-    with host_memory():
-        columns = (len(trajectory.counted_columns),) * len(rows)
-    return UpdateWork(columns, columns, geometry)
-
-
-def step_micro_batches(
-    trajectory: Trajectory, rows: Sequence[int], tokens: int, columns: Sequence[int] | None
-) -> list[MicroBatchGroup]:
-    """Cuts rows × columns into rectangles."""
-    batches = [
-        MicroBatch(tuple(places), tuple(chosen), packed=False, tokens=len(places) * len(chosen))
-        for places, chosen in cut_columns(len(rows), trajectory.counted_columns if columns is None else columns, tokens)
-    ]
-    return [MicroBatchGroup(batches, None)] if batches else []
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,12 @@ def find_run(pid: int | None, run: str | None) -> Path | None:
     """Finds the folder of the requested run."""
     refusal.when(pid is not None and run is not None, "monitor/both")
     if pid is not None:
-        return _run_of_process(pid)
+        found = run_of(pid)
+        if found is None:
+            known = ", ".join(str(number) for number, _ in runs_alive()) or "none"
+            refusal.when(process_started(pid) is None, "monitor/process", pid=pid, known=known)
+            raise refusal("monitor/registered", pid=pid)
+        return found
     if run is None:
         alive = list(runs_alive())
         return alive[0][1] if len(alive) == 1 else None
@@ -118,15 +123,6 @@ def find_run(pid: int | None, run: str | None) -> Path | None:
     refusal.when(not folder.is_dir(), "monitor/folder", run=run)
     refusal.when(read_json(folder / STATUS_FILE) is None, "monitor/status", run=run, file=STATUS_FILE)
     return folder
-
-
-def _run_of_process(pid: int) -> Path:
-    found = run_of(pid)
-    if found is not None:
-        return found
-    if process_started(pid) is None:
-        raise refusal("monitor/process", pid=pid, known=", ".join(str(number) for number, _ in runs_alive()) or "none")
-    raise refusal("monitor/registered", pid=pid)
 
 
 def look(run_dir: Path | None) -> View:

@@ -275,16 +275,11 @@ def verify(run: Run, console: Console) -> bool:
     with device_of(run, console):
         found = verify_plan(TRAINERS[run.fields.trainer](**given).loop)
     if run.config.should_log:
-        show_verification(found, console)
+        console.print(comparison(found))
+        for note in (*found.notes, *(() if found.exact_bytes else (_WHOLE_PROCESS,))):
+            console.print(note, highlight=False, style="dim")
+        console.print(Text(found.sentence(), style="bold green" if found.passed else "bold red"))
     return found.passed
-
-
-def show_verification(found: Verification, console: Console) -> None:
-    """Prints a table of the three steps, notes, and the verdict."""
-    console.print(comparison(found))
-    for note in (*found.notes, *(() if found.exact_bytes else (_WHOLE_PROCESS,))):
-        console.print(note, highlight=False, style="dim")
-    console.print(Text(found.sentence(), style="bold green" if found.passed else "bold red"))
 
 
 def comparison(found: Verification) -> Table:

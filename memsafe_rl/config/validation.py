@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -97,11 +96,7 @@ def _fill_batches(config: TrainerConfig) -> None:
         steps = accumulation
         config.fill("steps_per_generation", steps)
         config.fill("generation_batch_size", batch * steps)
-    _check_rollout(config, batch, steps, written)
-
-
-def _check_rollout(config: TrainerConfig, batch: int, steps: int, written: str) -> None:
-    group, accumulation = config.num_generations, config.gradient_accumulation_steps
+    group = config.num_generations
     fitting = math.lcm(accumulation, group // math.gcd(group, batch))  # of whole groups
     remedy = f"Set steps_per_generation={fitting * math.ceil(steps / fitting)} (and leave generation_batch_size)."
     if (rows := batch * steps) % group:
@@ -230,7 +225,10 @@ def _check_engine(config: TrainerConfig) -> None:
         raise refusal("engines/both", names=" and ".join(config.engines_chosen))
     chosen = [setting for setting, engine in config.engines_chosen.items() if engine != RolloutPlan.engine]
     if config.caches_in_8_bits:
-        _check_rounded_cache(config, chosen)
+        told, partial = f"cache_implementation is {config.cache_implementation!r}", config.partial_rollout_tokens
+        refusal.when(chosen, "cache_implementation/engine", told=told, engines=chosen)
+        refusal.when(config.verify_plan, "cache_implementation/verify_plan", told=told)
+        refusal.when(partial is not None, "cache_implementation/partial", told=told, config=config)
     if not chosen:
         return
     for name in ("verify_plan", "probe_worst_case"):
@@ -238,23 +236,12 @@ def _check_engine(config: TrainerConfig) -> None:
     if "vllm_server" in config.engines_chosen.values():
         _check_servers(config)
     if "vllm" in config.engines_chosen.values():
-        _check_vllm(config)
+        refuse_missing_vllm()
+        refusal.when(config.world_size > 1, "use_vllm/ranks", config=config)
+        longest = config.vllm_max_model_length
+        if longest is not None and longest <= config.max_completion_length:
+            raise refusal("vllm_max_model_length", longest=longest, config=config)
     check_options(config.transformers_continuous_batching_config or {})
-
-
-def _check_rounded_cache(config: TrainerConfig, engines: Sequence[str]) -> None:
-    told = f"cache_implementation is {config.cache_implementation!r}"
-    refusal.when(engines, "cache_implementation/engine", told=told, engines=engines)
-    refusal.when(config.verify_plan, "cache_implementation/verify_plan", told=told)
-    refusal.when(config.partial_rollout_tokens is not None, "cache_implementation/partial", told=told, config=config)
-
-
-def _check_vllm(config: TrainerConfig) -> None:
-    refuse_missing_vllm()
-    refusal.when(config.world_size > 1, "use_vllm/ranks", config=config)
-    longest = config.vllm_max_model_length
-    if longest is not None and longest <= config.max_completion_length:
-        raise refusal("vllm_max_model_length", longest=longest, config=config)
 
 
 def _check_servers(config: TrainerConfig) -> None:

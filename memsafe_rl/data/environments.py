@@ -152,7 +152,10 @@ class EnvironmentPool:
     def given(self, episodes: Sequence[Episode], *, external: bool) -> ExternalRollout:
         """Turns episodes into what the trainer learns from and reward functions see."""
         if any(len(episode.segments) > 1 for episode in episodes):
-            self._check_loss()
+            settings = self._config.loss_settings()
+            adds_up = LOSSES[settings.loss_type].traits.adds_up_over_parts
+            by_token = settings.importance_sampling_level == "token"
+            refusal.when(not (adds_up and by_token), "loss_type/sequences", settings=settings)
         with host_memory():
             whole = [_joined(episode.segments) for episode in episodes]
         return ExternalRollout(
@@ -176,12 +179,6 @@ class EnvironmentPool:
         unusable.when(name not in self._pools, "environment/name", name=name, pools=", ".join(map(repr, self._pools)))
         return self._pools[name].take()
 
-    def _check_loss(self) -> None:
-        settings = self._config.loss_settings()
-        if LOSSES[settings.loss_type].traits.adds_up_over_parts and settings.importance_sampling_level == "token":
-            return
-        raise refusal("loss_type/sequences", settings=settings)
-
 
 PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
 """Prompt of datasets that have none, as in TRL: their environments give it."""
@@ -204,15 +201,6 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
     if isinstance(dataset, Dataset) and "prompt" not in columns_of(dataset) and len(dataset):
         return dataset.add_column("prompt", [PLACEHOLDER] * len(dataset))
     return dataset
-
-
-def environment_pool_for(
-    config: TrainerConfig, tokenizer: Any, reader: PromptReader, tools: Any, environment_factory: Any
-) -> EnvironmentPool | None:
-    """Returns the stage of a run that has one."""
-    if not tools and environment_factory is None:
-        return None
-    return EnvironmentPool(config, tokenizer, reader, tools, environment_factory)
 
 
 def episode_counts(episodes: Sequence[Episode]) -> dict[str, int]:

@@ -259,14 +259,11 @@ class PromptTokenizer(PromptReader):
             ids = self._templated(prompts)
         for place, (prompt, row) in enumerate(zip(prompts, ids, strict=True)):
             with _at(place):
-                self._check_tokens(prompt, row)
+                unusable.when(not row, "prompt/empty", prompt=prompt)
+                stray = min(row) if min(row) < 0 else max(row)
+                if self.vocab_size is not None and not 0 <= stray < self.vocab_size:
+                    raise unusable("prompt/vocabulary", prompt=prompt, stray=stray, known=self.vocab_size)
         return [list(row) for row in ids]
-
-    def _check_tokens(self, prompt: Any, row: Sequence[int]) -> None:
-        unusable.when(not row, "prompt/empty", prompt=prompt)
-        stray = min(row) if min(row) < 0 else max(row)
-        if self.vocab_size is not None and not 0 <= stray < self.vocab_size:
-            raise unusable("prompt/vocabulary", prompt=prompt, stray=stray, known=self.vocab_size)
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> Prompts:
         """Tokenizes the prompts of some examples."""
@@ -456,18 +453,14 @@ def _check_kind(prompt: Any, first: Any, *, shows_images: bool) -> None:
         return
     unusable.when(not prompt, "prompt/chat")
     for place, turn in enumerate(prompt):
-        _check_message(place, turn)
+        known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
+        unusable.when(not isinstance(turn.get("role"), str), "message/role", place=place, known=known)
+        unusable.when(not known.keys() & _SAID, "message/content", place=place, known=known)
     unusable.when(not shows_images and any(map(shows_image, prompt)), "prompt/image", prompt=prompt, known=KNOWN)
 
 
 def _check_alike(prompt: Any, first: Any) -> None:
     unusable.when(isinstance(prompt, str) != isinstance(first, str), "prompt/alike", prompt=prompt)
-
-
-def _check_message(place: int, turn: Mapping[str, Any]) -> None:
-    known = {name: value for name, value in turn.items() if value not in (None, [])}  # as tables fill up
-    unusable.when(not isinstance(turn.get("role"), str), "message/role", place=place, known=known)
-    unusable.when(not known.keys() & _SAID, "message/content", place=place, known=known)
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:

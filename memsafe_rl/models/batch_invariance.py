@@ -13,7 +13,7 @@ import torch
 from memsafe_rl.models import refusal
 from memsafe_rl.models.decoding.fixed_split_attention import NAME
 from memsafe_rl.models.language.packing import attention_again
-from memsafe_rl.models.module_state import implementation
+from memsafe_rl.models.module_state import implementation, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -47,13 +47,8 @@ def require(adapter: Any) -> None:
 def batch_invariant(configs: Iterable[Any]) -> Iterator[None]:
     """Has networks of these configs compute every row as if it were alone, in what is run inside, on this thread."""
     known = tuple(configs)
-    earlier = getattr(_here, "configs", None)
-    _here.configs = known
-    try:
-        with implementation(known, NAME), fixed_tiles():
-            yield
-    finally:
-        _here.configs = earlier
+    with replaced([(_here, "configs", known)]), implementation(known, NAME), fixed_tiles():
+        yield
 
 
 def computed_again() -> Callable[[], Contexts]:

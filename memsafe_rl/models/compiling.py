@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.exc import InductorError
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from memsafe_rl.accounting import holding
 from memsafe_rl.models.blocks import find_blocks
 from memsafe_rl.models.module_state import replaced
 from memsafe_rl.types import COMPILE_MODES
@@ -36,14 +37,9 @@ if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
 _blocks: WeakKeyDictionary[nn.Module, dict[type, Compiled]] = WeakKeyDictionary()
 
 
-@contextmanager
-def compiling(mode: str | None) -> Iterator[None]:
+def compiling(mode: str | None) -> AbstractContextManager[None]:
     """Has what can be compiled run compiled inside."""
-    token = MODE.set(mode)
-    try:
-        yield
-    finally:
-        MODE.reset(token)
+    return holding(MODE, mode)
 
 
 def mode_in_force() -> str | None:

@@ -163,8 +163,12 @@ def load_model(
                 module.requires_grad_(False)
         trained, reference = base, None
         if peft_config is not None:
-            with quiet_peft():
-                trained = _with_adapter(base, peft_config)
+            try:
+                with quiet_peft():
+                    trained = get_peft_model(base, peft_config)
+            except (ValueError, TypeError, KeyError) as error:
+                kind, reason = type(peft_config).__name__, first_line(error)
+                raise refusal("peft_config/fit", kind=kind, model=type(base).__name__, reason=reason) from error
         elif isinstance(base, PeftModel):
             if with_reference:
                 _copy_reference_adapter(base)
@@ -333,15 +337,6 @@ def _bytes_in_4_bits(config: Any, arguments: Mapping[str, Any], *, trust_remote_
     packed: int = sum(layer.weight.numel() for layer in layers if layer is not network.get_output_embeddings())
     whole: int = sum(weight.nbytes for weight in network.parameters())
     return whole - 2 * packed + packed // 2 + packed // 16
-
-
-def _with_adapter(base: Any, peft_config: PeftConfig) -> PeftModel:
-    """Puts an adapter into a model, in place."""
-    try:
-        return get_peft_model(base, peft_config)
-    except (ValueError, TypeError, KeyError) as error:
-        kind, model = type(peft_config).__name__, type(base).__name__
-        raise refusal("peft_config/fit", kind=kind, model=model, reason=first_line(error)) from error
 
 
 def _copy_reference_adapter(model: Any) -> None:

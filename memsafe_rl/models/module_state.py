@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,12 +52,6 @@ def local_slice(whole: Tensor, like: Tensor) -> Tensor:
 def copy_into(target: Tensor, whole: Tensor) -> None:
     """Copies whole values into a tensor that may be divided among ranks, in place and bit for bit."""
     local_part(target).copy_(local_slice(whole, target))
-
-
-def copy_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies all of a model's weights and buffers in, by their names in its `state_dict`."""
-    for name, target in model.state_dict().items():
-        copy_into(target, weights[name])
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from memsafe_rl.accounting import device_type_of
+from memsafe_rl.accounting import device_type_of, holding
 
 TILE_ROWS = 16
 """Rows of every product: few enough that decoding a handful of rows wastes little, enough to fill a kernel."""
@@ -46,12 +46,8 @@ def fixed_tiles(enabled: bool = True) -> Iterator[None]:
     if not enabled or FIXED_TILES.get():
         yield
         return
-    before = FIXED_TILES.set(True)
-    try:
-        with _FixedTiles():
-            yield
-    finally:
-        FIXED_TILES.reset(before)
+    with holding(FIXED_TILES, True), _FixedTiles():
+        yield
 
 
 def tiled_linear(inputs: Tensor, weight_OK: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -28,6 +28,7 @@ from memsafe_rl.memory.simulated.workspaces import about_cuda
 from memsafe_rl.models.critic import add_critic_adapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, prepare_policy
 from memsafe_rl.models.loading import check_teacher
+from memsafe_rl.models.module_state import replaced
 from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.cards import multiprocessors_of
@@ -228,17 +229,15 @@ class _Network:
 def _simulating(dry: DryRun, card: Any) -> Iterator[SimulatedMemory]:
     """Stands for a run's device; the budget is kept from the optimizer's state on, before which nothing is refused."""
     loud = (Recovery.__module__, MasterCopies.__module__, usable_prompts.__module__)  # the forecast says what came
-    before = {told: told.disabled for told in map(logging.getLogger, loud)}
     state = capture_random_state()  # building a trainer seeds generators
-    for told in before:
-        told.disabled = True
     try:
-        with fake_device(_UNLIMITED_BYTES, stands_for=dry.device, card=card) as memory:
+        with (
+            replaced([(told, "disabled", True) for told in map(logging.getLogger, loud)]),
+            fake_device(_UNLIMITED_BYTES, stands_for=dry.device, card=card) as memory,
+        ):
             memory.ledger.divide(dry.shared.parts)
             yield memory
     finally:
-        for told, disabled in before.items():
-            told.disabled = disabled
         set_random_state(state)
 
 

@@ -7,12 +7,12 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from memsafe_rl.errors import did_you_mean
+from memsafe_rl.errors import did_you_mean, quiet
 from memsafe_rl.rewards.refusals import refusal
 
 _ONE_THOUGHT = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
@@ -201,21 +201,10 @@ def _math_verify() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
     return extraction, parse, verify
 
 
-@contextmanager
-def _quiet_off_the_main_thread() -> Iterator[None]:
+def _quiet_off_the_main_thread() -> AbstractContextManager[None]:
     """Keeps math-verify from saying for every row that it has no time limit in this thread."""
-    if threading.current_thread() is threading.main_thread():
-        yield
-        return
-    loggers = [logging.getLogger(f"math_verify.{part}") for part in ("parser", "grader")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    timed = threading.current_thread() is threading.main_thread()
+    return nullcontext() if timed else quiet("math_verify", logging.ERROR)
 
 
 def _logged(verdicts: list[_Verdict], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:

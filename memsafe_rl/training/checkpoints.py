@@ -39,7 +39,7 @@ from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import DamagedCheckpointError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
 from memsafe_rl.micro_batches import Cursor
-from memsafe_rl.models.module_state import copy_weights
+from memsafe_rl.models.module_state import copy_into
 from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.metrics.run_log import Hooks, RunLog
@@ -138,7 +138,8 @@ class Checkpoints:
         self.load_weights(folder)
         setup.committed.load_state_dict(saved.tensors)
         if setup.reference_model is not None and "reference" in saved.tensors:
-            copy_weights(setup.reference_model, saved.tensors["reference"])
+            for name, target in setup.reference_model.state_dict().items():
+                copy_into(target, saved.tensors["reference"][name])
         state.progress = TrainerState(**loop["trainer_state"])
         if state.progress.best_model_checkpoint:  # it moved along with the folder
             best = folder.parent / Path(state.progress.best_model_checkpoint).name
@@ -193,6 +194,11 @@ class Checkpoints:
         # the next rollout as far as it is drawn ahead of the weights, which a resumed run no longer has
         ahead = self._setup.engine.supports.ahead
         drawn = {} if ahead is None else ahead.drawn()
+        experience = contexts = None
+        if (rollout := state.rollout) is not None:
+            experience = {name: getattr(rollout, name) for name in ("consumed", "external", "metrics")}
+            experience["waiting"] = plain_groups(rollout.waiting)
+            contexts = self._setup.models.reader.read_in_contexts()
         return {
             "cursor": asdict(state.cursor),
             "ending": None if state.ending is None else asdict(state.ending),
@@ -200,8 +206,8 @@ class Checkpoints:
             **state.controllers.state_dict(),
             "memory": self._setup.memory.state_dict(),
             "alarms": state.alarms.state_dict(),
-            "experience": _rollout_facts(state.rollout),
-            "contexts": None if state.rollout is None else self._setup.models.reader.read_in_contexts(),
+            "experience": experience,
+            "contexts": contexts,
             "waiting": plain_groups(state.waiting),
             "ahead": [(key, plain_completion(completion)) for key, completion in drawn.items()],
             "concessions": [asdict(degradation) for degradation in state.degradations],
@@ -236,17 +242,6 @@ def _read_again(
         return
     read = {tuple(ids.tolist()) for ids in reader(setup.source.take(position, consumed)).ids}
     refusal.when(not {tuple(ids.tolist()) for ids in trajectory.conditions.rows()} <= read, "checkpoint/prompts")
-
-
-def _rollout_facts(rollout: Rollout | None) -> dict[str, Any] | None:
-    if rollout is None:
-        return None
-    return {
-        "consumed": rollout.consumed,
-        "external": rollout.external,
-        "metrics": rollout.metrics,
-        "waiting": plain_groups(rollout.waiting),
-    }
 
 
 def _save_through(hook: Callable[[Path], object], write: Callable[[Path], None], folder: Path) -> None:

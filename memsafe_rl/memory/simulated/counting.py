@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class CountingAllocator(ByteCounter):
         else:
             highest = self._highest[held]
             if self._library is not None:
-                highest = _higher(highest, _read_peak(self._library, held))
+                highest = max(_read_peak(self._library, held), highest, key=itemgetter(0))  # the newer of equal ones
             numbers = _minus(highest, self._base[_HOST if held is Held.HOST_PEAK else _DEVICE])
         return numbers[0], dict(zip(_COMPONENTS, numbers[1:], strict=True))
 
@@ -208,10 +209,6 @@ def _minus(numbers: tuple[int, ...], base: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(value - start for value, start in zip(numbers, base, strict=True))
 
 
-def _higher(older: _Split, newer: _Split) -> _Split:
-    return newer if newer[0] >= older[0] else older
-
-
 def _read(library: ctypes.CDLL) -> tuple[int, ...]:
     width = 1 + library.memsafe_components()
     numbers = (ctypes.c_int64 * (2 + 2 * width))()
@@ -229,7 +226,7 @@ def _remember(library: ctypes.CDLL, held: Held) -> None:
     """Hands a peak to all open counts, before the allocator starts a new one."""
     highest = _read_peak(library, held)
     for count in _open_counts:
-        count._highest[held] = _higher(count._highest[held], highest)
+        count._highest[held] = max(highest, count._highest[held], key=itemgetter(0))
 
 
 def _apply_limits(library: ctypes.CDLL) -> None:

@@ -47,12 +47,8 @@ _active = threading.local()
 @contextmanager
 def shared_prefix_attention(configs: Iterable[Any], reading: Reading) -> Iterator[None]:
     """Has a model's layers attend to a state of rows and to the tokens they read."""
-    _active.reading = reading
-    try:
-        with implementation(configs, NAME):
-            yield
-    finally:
-        _active.reading = None
+    with replaced([(_active, "reading", reading)]), implementation(configs, NAME):
+        yield
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memsafe_rl.accounting import autocast_bytes, host_memory
-from memsafe_rl.micro_batches import MicroBatchGroup, step_micro_batches, step_work
+from memsafe_rl.micro_batches import MicroBatch, MicroBatchGroup, cut_columns
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ScoringAdapter
 from memsafe_rl.models.blocks import blocks_of, recomputed
@@ -123,7 +123,9 @@ class StepNetwork(ScoringAdapter, ABC):
 
     def work(self, trajectory: Trajectory, rows: Sequence[int], *, packable: bool = True) -> UpdateWork:  # noqa: ARG002
         """Returns the shape of rows, as a memory policy may know it."""
-        return step_work(trajectory, rows, self.geometry)
+        with host_memory():
+            columns = (len(trajectory.counted_columns),) * len(rows)
+        return UpdateWork(columns, columns, self.geometry)
 
     def micro_batches(
         self,
@@ -135,7 +137,12 @@ class StepNetwork(ScoringAdapter, ABC):
         packed: bool = False,  # noqa: ARG002
     ) -> list[MicroBatchGroup]:
         """Cuts rows × columns into rectangles; see `ScoringAdapter.micro_batches`."""
-        return step_micro_batches(trajectory, rows, tokens, columns)
+        wanted = trajectory.counted_columns if columns is None else columns
+        batches = [
+            MicroBatch(tuple(places), tuple(chosen), packed=False, tokens=len(places) * len(chosen))
+            for places, chosen in cut_columns(len(rows), wanted, tokens)
+        ]
+        return [MicroBatchGroup(batches, None)] if batches else []
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import noop_context_fn
 from transformers.modeling_utils import AttentionInterface
 
+from memsafe_rl.accounting import holding
 from memsafe_rl.micro_batches import like_lengths
 from memsafe_rl.models.decoding import fixed_split_attention as fixed_split
 from memsafe_rl.models.language.kernels import Joined, Part, attend, attend_backward, target_of
@@ -294,12 +295,8 @@ def _run(members: Sequence[Segment], device: torch.device) -> Run:
 def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
     """Has networks attend over packed rows of one layout."""
     known = tuple(configs)
-    token = _SCOPE.set((known, layout))
-    try:
-        with implementation(known, ATTENTION):
-            yield
-    finally:
-        _SCOPE.reset(token)
+    with holding(_SCOPE, (known, layout)), implementation(known, ATTENTION):
+        yield
 
 
 def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:

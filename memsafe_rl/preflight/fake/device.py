@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from memsafe_rl.accounting import among_ourselves, host_memory, only_bytes_matter, standing_for
+from memsafe_rl.errors import quiet
 from memsafe_rl.memory.simulated.caching_allocator import AllocatorSettings, CachingAllocator
 from memsafe_rl.memory.simulated.counting import measured_inside
 from memsafe_rl.memory.simulated.device import SimulatedMemory
@@ -365,20 +366,15 @@ def fake_device(
     To PyTorch they are CPU tensors, since its CPU builds cannot differentiate fake CUDA ones; this library branches as
     on the device stood for, and a table has the temporaries of its kernels (`memsafe_rl.memory.simulated.workspaces`).
     """
-    told = logging.getLogger("torch._subclasses.fake_tensor")  # prints what it also raises
-    level = told.level
+    silent = quiet("torch._subclasses.fake_tensor", logging.CRITICAL)  # which prints what it also raises
     allocator = CachingAllocator(AllocatorSettings.read(os.environ)) if stands_for == "cuda" else None
     memory = SimulatedMemory(capacity_bytes, exact=False, allocator=allocator)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # the memo has looked before it is asked
     answers = _Answers(composed=stands_for != "cuda", memory=memory, card=card)
     functions = CudaFunctions() if stands_for == "cuda" else nullcontext()
-    with among_ourselves(), only_bytes_matter(), standing_for(stands_for), functions, fake, memory, answers:
-        told.setLevel(logging.CRITICAL)
-        try:
-            yield memory
-        finally:
-            told.setLevel(level)
+    with among_ourselves(), only_bytes_matter(), standing_for(stands_for), functions, fake, memory, answers, silent:
+        yield memory
 
 
 @contextmanager

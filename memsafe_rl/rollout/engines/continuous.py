@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import MemsafeError, quiet
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
 from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, pool_for
-from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, quiet, refuse_encoder
+from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})

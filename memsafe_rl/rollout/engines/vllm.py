@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl.errors import MemsafeError
+from memsafe_rl.errors import MemsafeError, quiet
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.models.adapter import ModelAdapter
@@ -29,7 +29,6 @@ from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalE
 from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     completion_of,
-    quiet,
     refuse_encoder,
     refuse_missing_vllm,
     vllm_sampling,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -48,18 +46,6 @@ def refuse_encoder(context: EngineContext, setting: str) -> None:
 def refuse_begun(engine: str, begun: object) -> None:
     """Refuses completions that another call has begun, where an engine draws them whole."""
     refusal.when(begun is not None, "engine/begun", engine=engine)
-
-
-@contextmanager
-def quiet(logger: str, level: int) -> Iterator[None]:
-    """Keeps another library from logging what is below a level."""
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(level)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def completion_of(

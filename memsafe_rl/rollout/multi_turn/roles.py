@@ -50,18 +50,16 @@ class ModelRoles:
     def __init__(self, agent: ModelAdapter) -> None:
         self._agent = agent
         self._models: dict[ModelKey, ModelAdapter] = {key_of(agent.model): agent}
-        self._roles: dict[str, tuple[ModelAdapter, str | None]] = {}
+        self._roles: dict[str, ModelAdapter] = {}
         self._acting: str | None = None
         self.switches = 0
 
-    def register(
-        self, role: str, key: ModelKey, load: Callable[[], ModelAdapter], *, peft_adapter: str | None = None
-    ) -> ModelAdapter:
+    def register(self, role: str, key: ModelKey, load: Callable[[], ModelAdapter]) -> ModelAdapter:
         """Returns a role to a model, which is loaded only if the hub has no such weights yet."""
         refusal.when(role in self.roles, "role/taken", role=role, roles=self.roles)
         if key not in self._models:
             self._models[key] = load()
-        self._roles[role] = (self._models[key], peft_adapter)
+        self._roles[role] = self._models[key]
         return self._models[key]
 
     @property
@@ -105,7 +103,7 @@ class ModelRoles:
 
     def _found(self, role: str) -> tuple[ModelAdapter, str | None]:
         if role in self._roles:
-            return self._roles[role]
+            return self._roles[role], None
         model = self._agent.model
         if role == BASE:
             refusal.when(not isinstance(model, PeftModel), "role/base", model=type(model).__name__)

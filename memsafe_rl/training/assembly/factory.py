@@ -21,7 +21,7 @@ from memsafe_rl.checkpoint.weights import refuse_unsaved
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig, RLOOConfig
 from memsafe_rl.config.ppo import PPOConfig
-from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, environment_pool_for, with_prompts
+from memsafe_rl.data.environments import ENVIRONMENTS, EnvironmentPool, with_prompts
 from memsafe_rl.data.prompts import PromptReader, PromptSource, holds_text_alone
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
@@ -119,7 +119,9 @@ def read_inputs(config: TrainerConfig, request: TrainingRequest) -> Inputs:
     bound_prompts(config, request.critic, models.reader)
     models.check_given({name: getattr(request, name) for name in ("tools", "rollout_func", "environment_factory")})
     tokenizer = getattr(models.processing_class, "tokenizer", models.processing_class)  # of a processor
-    pool = environment_pool_for(config, tokenizer, models.reader, request.tools, request.environment_factory)
+    pool = None
+    if request.tools or request.environment_factory is not None:
+        pool = EnvironmentPool(config, tokenizer, models.reader, request.tools, request.environment_factory)
     dataset, source = _for_training(config, models.reader, pool, request.train_dataset)
     rewards = _reward_runner(config, request, pool)
     check_together(config, dataset, rewards, request.rollout_func, pool)

@@ -20,6 +20,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
+from memsafe_rl.models.module_state import replaced
 from memsafe_rl.records import RESERVED, RecordLog
 from memsafe_rl.rewards.runner import RewardScores
 from memsafe_rl.training.metrics.step_metrics import averages
@@ -142,11 +143,8 @@ class RunLog:
     @contextmanager
     def apart(self) -> Iterator[Mapping[str, Sequence[float]]]:
         """Gives what rewards log inside, an evaluation, and keeps it out of the next record of training."""
-        pending, self.pending = self.pending, defaultdict(list)
-        try:
+        with replaced([(self, "pending", defaultdict(list))]):
             yield self.pending
-        finally:
-            self.pending = pending
 
     def of_main(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns the main rank's metrics on all ranks, which choose the best step by them."""
