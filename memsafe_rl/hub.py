@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_session
+from transformers import AutoTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,14 @@ def loading_places_for(name: str, **given: Any) -> dict[str, Any]:
     if found.get("local_files_only") and "adapter_kwargs" not in found:
         found["adapter_kwargs"] = {"local_files_only": True}
     return found
+
+
+def read_tokenizer(name: str, **given: Any) -> Any:
+    """Loads a tokenizer; raises OSError where a folder has none, of which transformers makes an empty one."""
+    tokenizer = AutoTokenizer.from_pretrained(name, **places_for(name, **given))
+    if len(tokenizer) < 2:
+        raise OSError("there are no tokenizer files")
+    return tokenizer
 
 
 @lru_cache(maxsize=2)

@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -26,7 +25,7 @@ from transformers import (
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import first_line
-from memsafe_rl.hub import loading_places_for, places_for
+from memsafe_rl.hub import loading_places_for, places_for, read_tokenizer
 from memsafe_rl.models import refusal
 from memsafe_rl.models.critic import critic_of
 from memsafe_rl.models.geometry import max_positions
@@ -214,11 +213,7 @@ def load_tokenizer(
     if tokenizer is None:
         name = name_of(model)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, trust_remote_code=trust_remote_code, **places_for(name, **places)
-            )
-            if len(tokenizer) < 2:  # transformers makes an empty one where a folder has none
-                raise OSError("there are no tokenizer files")
+            tokenizer = read_tokenizer(name, trust_remote_code=trust_remote_code, **places)
         except (OSError, ValueError, ImportError) as error:
             read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=places)  # or the model is missing
             raise refusal("tokenizer/load", name=name, reason=first_line(error)) from error

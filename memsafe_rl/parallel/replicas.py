@@ -218,8 +218,9 @@ class Replicas:
         """Says that a collective broke off, after which no other can work."""
         self._ended = _CUT_OFF
         return MemsafeError(
-            f"rank {self.rank} lost the others ({error}): a rank was killed, took longer than ddp_timeout, or ended where all have to call what gathers weights, such as save_model. See the other ranks' "
-            "logs, and resume from the last checkpoint."
+            f"rank {self.rank} lost the others ({error}): a rank was killed, took longer than ddp_timeout, or ended "
+            "where all have to call what gathers weights, such as save_model. See the other ranks' logs, and resume "
+            "from the last checkpoint."
         )
 
     def _exchange(self, size: int = 0, *, has_failed: bool = False) -> int | None:

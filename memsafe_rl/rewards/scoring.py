@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from memsafe_rl.errors import first_line
-from memsafe_rl.hub import loading_places_for, places_for
+from memsafe_rl.hub import loading_places_for, read_tokenizer
 from memsafe_rl.rewards.refusals import refusal, unusable
 from memsafe_rl.rewards.registry import REWARD_FACTORIES, REWARD_FUNCTIONS
 
@@ -103,14 +103,9 @@ class RewardModel:
         identifier = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         refusal.when(not identifier, "model/tokenizer", name=self.name)
         try:
-            loaded = AutoTokenizer.from_pretrained(
-                identifier, revision=revision, trust_remote_code=trust_remote_code, **places_for(identifier)
-            )
-            if len(loaded) < 2:  # transformers makes an empty one where a folder has none
-                raise OSError("there are no tokenizer files")
+            return read_tokenizer(identifier, revision=revision, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             raise refusal("model/tokenizer_load", name=self.name, reason=first_line(error).rstrip(".")) from error
-        return loaded
 
     def _texts(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[str]:
         joined = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]

@@ -130,7 +130,9 @@ class PolicyTrainer:
             self._eval_dataset = request.eval_dataset
             outputs = self._check_outputs(inputs.models.processing_class)
             machine = machine_for(inputs, self.accelerator.device, parallel)
-            self.forecast = forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
+            self.forecast = (
+                forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
+            )
 
             def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
                 """Returns a user's function the trainer it expects."""

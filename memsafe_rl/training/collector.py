@@ -250,17 +250,17 @@ class Collector:
     ) -> tuple[Samples, PendingRewards]:
         """Begins the rewards of this rank's rows, and joins all ranks' rows."""
         setup, gather = self._setup, self._setup.parallel.gather
-        texts = given.texts
-        if texts is None:
-            texts = setup.models.decoded(groups.prompts, given.conditions, given.completions)
+        said = given.texts
+        if said is None:
+            said = setup.models.decoded(groups.prompts, given.conditions, given.completions)
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
-            pending = self._begin_rewards(groups, mine, given, texts, state)
-        nothing, external = [None] * len(mine), [given.external] * len(mine)
-        columns = given.conditions, given.completions, given.masks or nothing, texts, given.pieces or nothing, external
+            pending = self._begin_rewards(groups, mine, given, said, state)
+        nothing, sampler = [None] * len(mine), [given.external] * len(mine)
+        columns = given.conditions, given.completions, given.masks or nothing, said, given.pieces or nothing, sampler
         try:
-            rows = zip(*gather([*zip(*columns, strict=True)]), strict=True)
-            conditions, completions, masks, texts, pieces, external = rows
+            rows = gather([*zip(*columns, strict=True)])
+            conditions, completions, masks, texts, pieces, external = zip(*rows, strict=True)
             samples = Samples(
                 prompts=groups.prompts,
                 group_size=groups.size,
@@ -479,7 +479,7 @@ def by_reward_rows(attempt: Attempt[RolloutPlan]) -> Callable[[Callable[[int], M
     return run
 
 
-def _completed(masks: Sequence[Tensor | None], completions: Sequence[Completion]) -> tuple[Tensor, ...] | None:
+def _completed(masks: Sequence[Any], completions: Sequence[Completion]) -> tuple[Any, ...] | None:
     """Returns all rows' masks, ones where a rank's function gave none; None where no rank's did."""
     if all(mask is None for mask in masks):
         return None

@@ -24,7 +24,8 @@ GRADIENTS = ((1.0, 2**-9, 2**-9), (2**-9, 2**-9))
 
 def add_up(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
-    ranks, model = connect(open_accelerator(use_cpu=True), sharded=True, timeout_seconds=1800), tiny_model(dtype=torch.bfloat16)
+    ranks = connect(open_accelerator(use_cpu=True), sharded=True, timeout_seconds=1800)
+    model = tiny_model(dtype=torch.bfloat16)
     assert isinstance(ranks, Replicas)
     shards, weight = ShardedWeights([model], ranks, torch.device("cpu")), model.model.norm.weight
 
