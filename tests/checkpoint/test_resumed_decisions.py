@@ -30,6 +30,15 @@ EVALUATING: dict[str, Any] = {
 }
 
 
+def test_a_resume_on_a_smaller_device_keeps_to_its_own_budget(tmp_path: Path) -> None:
+    settings = {"memory_budget": "auto", "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, max_steps=1, **settings).train()
+    resumed = make_trainer(tmp_path, max_steps=2, **settings)
+    resumed.setup.memory.budget_bytes = 64 << 20
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.setup.memory.budget_bytes == 64 << 20
+
+
 def kill() -> None:
     raise RuntimeError("as a kill leaves it")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,12 +17,13 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.assembly.agreement import begin_alike
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.rollout.multi_turn.helpers import Echo, chat_tokenizer
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, make_trainer, weights
 
 DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
@@ -72,6 +74,27 @@ class Asking(TrainerCallback):  # type: ignore[misc]
             raise ZeroDivisionError("the last word")
 
 
+class AsksInLogs(TrainerCallback):  # type: ignore[misc]
+    """Asks for a checkpoint where one rank sees the first step's metrics."""
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.process_index == 0 and state.global_step == 1:
+            control.should_save = True
+
+
+class Replaces(TrainerCallback):  # type: ignore[misc]
+    """Puts other tensors in the gradients' places."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight.grad)
+
+
+class Doubled(GRPOTrainer):
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, ids: Any) -> Any:
+        return super()._calculate_rewards(inputs, prompts, completions, ids) * 2
+
+
 class Freezing(TrainerCallback):  # type: ignore[misc]
     """Freezes all weights but a norm's behind the first step."""
 
@@ -83,6 +106,13 @@ class Freezing(TrainerCallback):  # type: ignore[misc]
 
     def moved(self, model: Any) -> list[str]:
         return [name for name, weight in model.named_parameters() if not torch.equal(weight, self.seen[name])]
+
+
+def masked_on(rank: int, asked: list[str], trainer: Any) -> dict[str, Any]:
+    """Draws the same for all rows; only rank 0 says which tokens the model chose, a third of them."""
+    ids = trainer.processing_class(text=asked)["input_ids"]
+    drawn = {"prompt_ids": ids, "completion_ids": [[20, 30, 1]] * len(asked), "logprobs": None}
+    return drawn if rank else {**drawn, "env_mask": [[1, 0, 0]] * len(asked)}
 
 
 def raising(*_: Any) -> Any:
@@ -119,6 +149,33 @@ def work(rank: int, port: int, folder: str) -> None:
     with pytest.raises(MemsafeError) as failed:
         trainer_of(Path(folder) / "frozen parts", callbacks=[freezing], fsdp="full_shard").train()
     found["frozen"] = str(failed.value)
+    trainer = trainer_of(Path(folder) / "frozen before", fsdp="full_shard")
+    trainer.model.model.layers[0].requires_grad_(False)
+    with pytest.raises(MemsafeError) as failed:
+        trainer.train()
+    found["frozen before"] = str(failed.value)
+    trainer_of(Path(folder) / "logs", callbacks=[AsksInLogs()]).train()
+    found["logs"] = sorted(path.name for path in (Path(folder) / "logs").glob("checkpoint-*"))
+    trainer = trainer_of(Path(folder) / "replaced", callbacks=[Replaces()], fsdp="full_shard", ddp_timeout=77)
+    found["seconds"] = trainer.setup.parallel._hosts._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    before = [weight.full_tensor().clone() for weight in trainer.model.parameters()]
+    trainer.train()
+    pairs = zip(before, trainer.model.parameters(), strict=True)
+    found["replaced"] = all(torch.equal(one, other.full_tensor()) for one, other in pairs)
+    drawing = {"rollout_func": partial(masked_on, rank), "per_device_train_batch_size": 4}
+    trainer = trainer_of(Path(folder) / "masked", **drawing)
+    trainer.train()
+    found["masked"] = trainer.history[0]["completions/mean_length"]
+    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "num_generations_eval": 1, "bf16": False}
+    settings |= {"use_cpu": True, "report_to": "none", "max_completion_length": 8, "memory_forecast": False}
+    arguments = GRPOConfig(str(Path(folder) / "doubled"), **settings)
+    given = {"processing_class": tiny_tokenizer(), "train_dataset": prompts(PROMPTS)}
+    doubled = Doubled(tiny_model(), lambda completions, **_: [3.0] * len(completions), arguments, **given)
+    found["doubled"] = doubled.evaluate(prompts(PROMPTS[:1]))["eval_reward"]
+    (Path(folder) / f"plain {rank}").touch()
+    with pytest.raises(MemsafeError) as failed:
+        trainer_of(Path(folder) / ("plain 0/run" if rank == 0 else "run"))
+    found["built"] = str(failed.value)
 
     def logs_its_rank(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
         log_metric("rank", float(rank))
@@ -226,6 +283,44 @@ def test_what_a_callback_asks_for_on_one_rank_all_do(
 def test_weights_that_a_callback_freezes_stay_on_all_ranks_or_are_refused(ranks: list[dict[Any, Any]]) -> None:
     assert [rank["moved"] for rank in ranks] == [["model.norm.weight"]] * 2
     assert all("1 weights are trained where 24 were" in rank["frozen"] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_weights_that_are_frozen_before_training_are_refused_by_name_where_they_are_divided(
+    ranks: list[dict[Any, Any]],
+) -> None:
+    assert all("weights are trained where 24 were" in rank["frozen before"] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_a_wish_that_one_rank_has_as_it_sees_the_metrics_all_fulfil(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["logs"] for rank in ranks] == [["checkpoint-1"]] * 2
+
+
+@pytest.mark.slow
+def test_gradients_that_a_callback_replaces_are_stepped_where_weights_are_divided(ranks: list[dict[Any, Any]]) -> None:
+    assert all(rank["replaced"] for rank in ranks)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_each_other_as_long_as_they_are_told(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["seconds"] for rank in ranks] == [77.0, 77.0]
+
+
+@pytest.mark.slow
+def test_masks_that_one_ranks_rollouts_give_leave_the_others_whole(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["masked"] for rank in ranks] == [2.0, 2.0]  # four rows of one token, four of three
+
+
+@pytest.mark.slow
+def test_rewards_of_a_subclass_need_no_rows_of_every_rank(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["doubled"] for rank in ranks] == [6.0, 6.0]
+
+
+@pytest.mark.slow
+def test_an_error_while_a_trainer_is_built_is_told_to_all_ranks(ranks: list[dict[Any, Any]]) -> None:
+    assert "cannot be written" in ranks[0]["built"]
+    assert "Rank 0 ended the run: ConfigError: output_dir is" in ranks[1]["built"]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -20,7 +20,10 @@ from benchmarks.sharded_forecast import make_trainer as make_forecast_trainer
 from benchmarks.sharded_forecast import save_model
 from memsafe_rl.accounting import local_part, weights_of
 from memsafe_rl.checkpoint import export
+from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import blocks_of
+from memsafe_rl.models.language.factory import adapter_for
+from memsafe_rl.parallel.shards import check_dividable
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.checkpoint.test_hub_push import Hub
 from tests.parallel.test_ranks import PATIENCE_SECONDS, Pulse, outcome_of, run_ranks, set_up_rank
@@ -349,6 +352,20 @@ def test_checks_before_training_pass_on_all_ranks_and_change_nothing(ranks: list
         assert verified["passed"]
         assert (verified["compared_with"], 0 < verified["gradient_difference"] < 1e-5) == ("halved", True)
         assert set(probed["peak_bytes"]) >= {"rollout", "score", "update", "optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainable_token_indices": [3, 5]}, "trains single rows of a table"),
+        ({"modules_to_save": ["input_layernorm"]}, "trains weights of torch.bfloat16 and torch.float32 in one block"),
+    ],
+)
+def test_weights_that_fsdp2_does_not_divide_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(tiny_model(dtype=torch.bfloat16), lora)
+    with pytest.raises(ConfigError, match=message):
+        check_dividable(adapter_for(model, pad_token_id=0))
 
 
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: list[Any]) -> None:
