@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import call
@@ -62,7 +62,7 @@ class WholeWeights:
     """Weights that lie whole on every rank."""
 
     divided = False  # whether ranks share the weights
-    trained: Sequence[nn.Parameter] = ()  # what ranks that share them have agreed to train
+    trained: Collection[str] = ()  # names of weights that ranks which share them have agreed to train
 
     def __init__(self, foreseen: Callable[[bool], AbstractContextManager[None]] | None = None) -> None:
         self.in_rounds = foreseen is not None  # whether micro-batches share nothing, as in the rounds of ranks

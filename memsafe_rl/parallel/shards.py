@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
@@ -93,7 +93,7 @@ class ShardedWeights:
     """Networks whose weights, gradients and optimizer states are divided, in place, among all ranks."""
 
     divided = in_rounds = True
-    trained: Sequence[nn.Parameter] = ()
+    trained: Collection[str] = ()
 
     def __init__(self, networks: Sequence[nn.Module], ranks: Replicas, device: torch.device) -> None:
         self._ranks = ranks

@@ -48,7 +48,7 @@ from memsafe_rl.training.optim.optimizer import (
     build_optimizer,
     build_scheduler,
     check_holds,
-    trained_parameters,
+    trained_names,
 )
 from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.scorer import Scorer
@@ -128,8 +128,8 @@ class Learner:
 
     def _refuse_frozen(self) -> None:
         """Refuses weights that were frozen or unfrozen since the ranks agreed on which they add up."""
-        agreed, now = self._setup.shards.trained, trained_parameters(self._setup.trained)
-        if set(map(id, now)) != set(map(id, agreed)):
+        agreed, now = self._setup.shards.trained, trained_names(self._setup.trained)
+        if now != agreed:
             raise refusal("fsdp/frozen", trained=len(agreed), now=len(now))
 
     def commit(self, step: int) -> None:

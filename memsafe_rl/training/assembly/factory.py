@@ -62,7 +62,7 @@ from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
-from memsafe_rl.training.optim.optimizer import trained_parameters
+from memsafe_rl.training.optim.optimizer import trained_names
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.training.setup import DrawRollout, TrainingSetup
 from memsafe_rl.types import Phase
@@ -273,7 +273,7 @@ def _divided(setup: TrainingSetup, ranks: Replicas, device: torch.device) -> Sha
     for one in adapters:
         one.reread()
     save_whole_only(setup.model)
-    shards.trained = trained_parameters(setup.trained)
+    shards.trained = trained_names(setup.trained)
     return shards
 
 

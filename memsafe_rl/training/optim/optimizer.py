@@ -34,6 +34,11 @@ from memsafe_rl.types import Component
 logger = logging.getLogger(__name__)
 
 
+def trained_names(model: nn.Module) -> list[str]:
+    """Returns the names of a model's trained parameters, in its order; FSDP2 exchanges the parameters themselves."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters that receive gradients, in the model's order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
