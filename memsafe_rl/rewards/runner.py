@@ -65,8 +65,8 @@ class RewardScores:
 
 def over_ranks(own: RewardScores, everywhere: Sequence[RewardScores]) -> RewardScores:
     """Joins what all ranks' functions logged; seconds stay this rank's own."""
-    names = {name for scores in everywhere for name in scores.metrics}
-    metrics = {name: [value for one in everywhere for value in one.metrics.get(name, ())] for name in sorted(names)}
+    names = dict.fromkeys(name for scores in everywhere for name in scores.metrics)
+    metrics = {name: [value for one in everywhere for value in one.metrics.get(name, ())] for name in names}
     return replace(own, metrics=metrics, timeouts=sum((Counter(one.timeouts) for one in everywhere), Counter()))
 
 
