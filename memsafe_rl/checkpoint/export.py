@@ -57,6 +57,7 @@ class HubPush(TrainerCallback):  # type: ignore[misc]
         self, write: Callable[[Path], Any], message: str, *, wait: bool, place: str | None = None, **more: Any
     ) -> Any:
         """Uploads what is written into an empty folder; returns the commit, or its future where nobody waits for it."""
+        os.makedirs(self._args.output_dir, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".push-", dir=self._args.output_dir))
         upload: Future[Any] | None = None
         try:

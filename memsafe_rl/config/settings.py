@@ -121,7 +121,9 @@ class RunSettings:
         spellings={True: "full_shard", False: "none"},
     )
     fsdp_config: Settings = run(None, 'Further settings of fsdp, such as {"version": 2}; JSON on a command line.')
-    ddp_timeout: int = run(1800, "Seconds that a rank waits for the slowest one before the run ends.", low=1)
+    ddp_timeout: int = run(
+        1800, "Seconds that a rank waits for the slowest one before the run ends.", low=1, high=10**8
+    )
     use_cpu: bool = run(False, "Train on the CPU even where a CUDA device is available.")
 
     learning_rate: float = optimizer(1e-6, "Highest learning rate.", low=0)

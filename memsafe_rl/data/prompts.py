@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from datasets import Dataset, Image, IterableDataset, Value
 from jinja2 import TemplateError
@@ -19,6 +21,7 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.data import unusable
 from memsafe_rl.errors import DataError
+from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state
 from memsafe_rl.micro_batches import prompt_order
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.vision.families import KNOWN
@@ -59,6 +62,31 @@ class PromptSource(Protocol):
         """Returns `count` examples from `position` on."""
 
 
+@contextmanager
+def _drawn_alike(seed: int, place: int) -> Iterator[None]:
+    """Has a dataset that draws random numbers give a place the same row on all ranks and whenever it is read."""
+    state = capture_random_state()
+    draws = random.Random(f"{seed} {place}").getrandbits(32)
+    random.seed(draws)
+    np.random.seed(draws)
+    torch.default_generator.manual_seed(draws)
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def read_alike(rows: Iterable[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Reads rows so that each is the same on all ranks, whatever random numbers it takes."""
+    iterator = iter(rows)
+    for place in count():
+        with _drawn_alike(seed, place):
+            row = next(iterator, None)
+        if row is None:
+            return
+        yield row
+
+
 class IndexedPrompts:
     """A map-style dataset, reshuffled each epoch as a pure function of the seed."""
 
@@ -76,9 +104,11 @@ class IndexedPrompts:
     def take(self, position: int, count: int) -> list[dict[str, Any]]:
         """Returns `count` examples from `position` on, across epochs if need be."""
         taken = []
-        for index in map(self._index, range(position, position + count)):
+        for place in range(position, position + count):
+            index = self._index(place)
             try:
-                taken.append(self._examples[index])
+                with _drawn_alike(self._seed, place):
+                    taken.append(self._examples[index])
             except (OSError, SyntaxError) as error:  # how an image that cannot be read complains
                 raise unusable("train_dataset/read", index=index, error=error) from error
         return taken
@@ -95,8 +125,8 @@ class StreamedPrompts:
 
     prompts_per_epoch = None
 
-    def __init__(self, examples: Iterable[dict[str, Any]]) -> None:
-        self._examples = examples
+    def __init__(self, examples: Iterable[dict[str, Any]], seed: int) -> None:
+        self._examples, self._seed = examples, seed
         self._iterator: Iterator[dict[str, Any]] = iter(())
         self._position = -1
         self._first: list[dict[str, Any]] = []  # as last read from the start: every checkpoint tells runs apart by two
@@ -106,7 +136,7 @@ class StreamedPrompts:
         if position == 0 and count <= len(self._first):
             return self._first[:count]
         if position != self._position:
-            self._iterator = self._endless()
+            self._iterator = read_alike(self._endless(), self._seed)
             next(islice(self._iterator, position, position), None)
         self._position = -1  # until all are there: a stream that raised half way is read again from the start
         taken = list(islice(self._iterator, count))
@@ -115,8 +145,10 @@ class StreamedPrompts:
         return taken
 
     def _endless(self) -> Iterator[dict[str, Any]]:
-        while True:
+        for epoch in count():
             empty = True
+            if hasattr(self._examples, "set_epoch"):
+                self._examples.set_epoch(epoch)  # by which a shuffled stream takes another order, as under transformers
             for example in self._examples:
                 empty = False
                 yield dict(example)
@@ -517,8 +549,14 @@ def copied(prompt: Any) -> Any:
 def own_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Copies a row, so that whoever writes into it disturbs none of its other completions; images are shared."""
     images = *images_of(row), *images_in(row.get("prompt", ""))
-    with host_memory():
-        return copy.deepcopy(dict(row), {id(image): image for image in images})
+    own = {}
+    for name, value in row.items():
+        try:
+            with host_memory():
+                own[name] = copy.deepcopy(value, {id(image): image for image in images})
+        except (TypeError, RuntimeError):  # a handle, such as a client's, or a tensor with a graph
+            own[name] = value
+    return own
 
 
 def is_chat(prompt: Any) -> bool:

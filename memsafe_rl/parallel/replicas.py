@@ -42,6 +42,7 @@ _KNOWN = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 _DIVIDED = (Component.WEIGHTS, Component.GRADIENTS, Component.OPTIMIZER)
 _REASON_BYTES = 1000
 _POLL_SECONDS = 0.01
+_FAILED = 1 << 62  # in place of a size
 _CUT_OFF = "An earlier collective of this rank did not complete, so the ranks are out of step. Start the run again."
 
 
@@ -188,7 +189,9 @@ class Replicas:
         self._ended = f"This rank has ended already: {reason}"
         self._reason[:] = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         try:
-            self._exchange(has_failed=True)
+            self._exchange(_FAILED, has_failed=True)
+            if set(self._word[1:]) == {_FAILED}:  # all of them, so that none is ahead of another
+                self._ended = None
         except RuntimeError as error:
             logger.warning("rank %d could not tell the other ranks why it ended: %s", self.rank, error)
 
@@ -213,6 +216,13 @@ class Replicas:
             except RuntimeError as error:
                 raise self.lost(error) from error
             self._ended = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Marks where others than this class communicate: a rank that fails inside can tell nobody, and ends."""
+        self._ended = _CUT_OFF
+        yield
+        self._ended = None
 
     def lost(self, error: RuntimeError) -> MemsafeError:
         """Says that a collective broke off, after which no other can work."""

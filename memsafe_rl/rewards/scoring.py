@@ -41,6 +41,19 @@ def reward_model_name(model: nn.Module) -> str:
     return identifier.rstrip("/").split("/")[-1] or type(model).__name__
 
 
+def _positions_of(model: nn.Module) -> int | None:
+    """Returns the longest row that a table of absolute positions has numbers for; None where there is no such table."""
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in (
+            "wpe",
+            "position_embeddings",
+            "embed_positions",
+        ):
+            kept_for_padding = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
+            return part.num_embeddings - int(kept_for_padding)
+    return None
+
+
 class RewardModel:
     """A sequence classifier whose first logit is the reward of a prompt with its completion."""
 
@@ -56,7 +69,6 @@ class RewardModel:
         self.model = model
         self.name = reward_model_name(model)
         self.tokenizer = self._own_tokenizer(revision, trust_remote_code) if tokenizer is None else tokenizer
-        self._positions: int | None = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         self._may_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         if self.tokenizer.pad_token_id is None:
@@ -72,10 +84,9 @@ class RewardModel:
         lengths = [len(ids) for ids in encoded["input_ids"]]
         if 0 in lengths:
             raise unusable("model/row", row=lengths.index(0), name=self.name)
-        tables = [part.num_embeddings for part in self.model.modules() if isinstance(part, nn.Embedding)]
-        limit = self._positions if self._positions in tables else None  # positions that are computed go on
-        if limit is not None and max(lengths) > limit:
-            raise unusable("model/long", name=self.name, tokens=max(lengths), positions=limit)
+        longest, limit = max(lengths), _positions_of(self.model)
+        if limit is not None and longest > limit:
+            raise unusable("model/long", name=self.name, tokens=longest, positions=limit)
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         rewards_B = torch.empty(len(lengths))
         self.model.eval()
@@ -89,7 +100,8 @@ class RewardModel:
 
     def rehearse(self, tokens: int, rows: int, reward_rows: int) -> Tensor:
         """Scores as many of so many rows as are scored together once, all of them as long as can be but one."""
-        tokens = max(1, tokens if self._positions is None else min(tokens, self._positions))
+        limit = getattr(getattr(self.model, "config", None), "max_position_embeddings", None)
+        tokens = max(1, tokens if limit is None else min(tokens, limit))
         some = int(self.tokenizer.pad_token_id == 0)  # a token that is no padding
         count = min(rows, reward_rows)
         ids = [[some] * max(1, tokens - (row > 0 and row + 1 == count)) for row in range(count)]

@@ -217,7 +217,8 @@ class PolicyTrainer:
         """Draws and rewards completions for the evaluation prompts; moves no weight and no random stream.
 
         Args:
-            eval_dataset: prompts; None for the trainer's own; a dict of datasets gives one set of metrics each.
+            eval_dataset: prompts; None for the trainer's own, or the name of one of them; a dict of datasets gives one
+                set of metrics each.
             ignore_keys: without effect; no model outputs are returned.
             metric_key_prefix: begins every metric's name.
 
@@ -229,6 +230,9 @@ class PolicyTrainer:
             DataError: it cannot be used.
         """
         del ignore_keys
+        known = self._loop.eval_dataset
+        if isinstance(eval_dataset, str) and isinstance(known, Mapping) and eval_dataset in known:
+            return self._loop.evaluate(known[eval_dataset], metric_key_prefix)
         dataset = None if eval_dataset is None else self._inputs.for_evaluation(eval_dataset)
         return self._loop.evaluate(dataset, metric_key_prefix)
 
@@ -454,7 +458,8 @@ class PolicyTrainer:
             ConfigError: if `all_results.json` holds something else than metrics, which would be lost.
         """
         if self.is_world_process_zero():
-            self._loop.files.write(f"{split}_results.json", json.dumps(dict(metrics), indent=4))
+            metrics = json.loads(json.dumps(dict(metrics), default=plain_number))
+            self._loop.files.write(f"{split}_results.json", json.dumps(metrics, indent=4))
             if combined:
                 self._loop.files.add("all_results.json", metrics)
 

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.trainer_utils import speed_metrics
 
 from memsafe_rl.config.base import TrainerConfig
+from memsafe_rl.data.prompts import read_alike
 from memsafe_rl.training import refusal
 from memsafe_rl.training.collector import Collector
 from memsafe_rl.training.learner import Learner
@@ -28,7 +29,7 @@ def evaluated(
         for name, part in dataset.items():
             merged |= evaluated(collector, learner, report, state, part, f"{prefix}_{name}")
         return merged
-    examples = list(dataset)
+    examples = list(read_alike(dataset, seed=0))
     kept, started = collector.reader.kept(), time.time()
     try:
         with report.apart() as logged:

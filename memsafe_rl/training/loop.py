@@ -96,7 +96,8 @@ class TrainingLoop:
     ) -> None:
         self.optimizers = optimizers
         self.hooks = hooks
-        self._before_training, self._output_dir = before_training, setup.config.output_dir
+        self._before_training = before_training
+        self._output_dir, self._memory_budget = setup.config.output_dir, setup.config.memory_budget
         self.eval_dataset = eval_dataset
         self.report = RunLog(setup, callbacks, hooks)
         self._step_started = 0.0
@@ -345,6 +346,7 @@ class TrainingLoop:
         config, setup = self.config, self.setup
         config.validate()
         refusal.when(config.output_dir != self._output_dir, "output_dir/changed", now=config.output_dir)
+        refusal.when(config.memory_budget != self._memory_budget, "memory_budget/changed", now=config.memory_budget)
         check_meter(setup.memory.meter)
         if config.memory_budget != "auto":
             setup.memory.enforce()

@@ -124,7 +124,6 @@ def test_two_runs_cannot_train_in_one_folder(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_no_lock(tmp_path: Path) -> None:
     script = f"""
 import os, signal
-import time
 from pathlib import Path
 from memsafe_rl.checkpoint.run_folder import claim
 claim(Path({str(tmp_path)!r}), None)

@@ -1,8 +1,11 @@
+import random
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, Image, Value
+from datasets import Dataset, DatasetDict, Features, Image, IterableDataset, Value
 
 from memsafe_rl.data.prompts import (
     IndexedPrompts,
@@ -10,6 +13,7 @@ from memsafe_rl.data.prompts import (
     StreamedPrompts,
     check_dataset,
     columns_of,
+    own_row,
     usable_prompts,
 )
 from memsafe_rl.errors import DataError
@@ -37,6 +41,52 @@ def examples(count: int) -> list[dict[str, str]]:
     return [{"prompt": f"p{i}"} for i in range(count)]
 
 
+def test_rows_that_draw_random_numbers_are_the_same_for_every_reader_and_leave_the_generators_alone() -> None:
+    def drawn() -> dict[str, str]:
+        return {"prompt": f"{random.random()} {np.random.rand()} {float(torch.rand(()))}"}
+
+    class Mapped:
+        def __getitem__(self, index: int) -> dict[str, str]:
+            return drawn()
+
+    class Streamed:
+        def __iter__(self) -> Any:
+            for _ in range(5):
+                yield drawn()
+
+    sources: list[Any] = [
+        lambda: IndexedPrompts(Mapped(), batch=2, seed=3, shuffle=True, keep=range(6)),  # type: ignore[arg-type]
+        lambda: StreamedPrompts(Streamed(), seed=3),
+    ]
+    for make in sources:
+        random.seed(0)
+        before, one = random.getstate(), make().take(0, 8)
+        assert random.getstate() == before
+        random.seed(1)
+        source = make()
+        assert [*source.take(0, 3), *source.take(3, 5)] == one
+        assert make().take(6, 2) == one[6:]
+        assert len({row["prompt"] for row in one}) == 8
+
+
+def test_a_shuffled_stream_takes_another_order_in_every_pass_and_is_read_again_alike() -> None:
+    rows = IterableDataset.from_generator(lambda: ({"prompt": str(one)} for one in range(8))).shuffle(seed=1)
+    source = StreamedPrompts(rows, seed=1)
+    passes = [[row["prompt"] for row in source.take(8 * epoch, 8)] for epoch in range(3)]
+    assert all(sorted(one) == sorted(passes[0]) for one in passes)
+    assert len(set(map(tuple, passes))) == 3
+    assert [row["prompt"] for row in StreamedPrompts(rows, seed=1).take(8, 8)] == passes[1]
+
+
+def test_rows_are_copied_and_what_cannot_be_copied_is_shared() -> None:
+    handle = threading.Lock()
+    row = {"prompt": "a", "tests": [["x"]], "client": handle}
+    own = own_row(row)
+    own["tests"][0].clear()
+    assert row["tests"] == [["x"]]
+    assert own["client"] is handle
+
+
 def test_every_epoch_reads_each_prompt_once_in_its_own_order() -> None:
     source = IndexedPrompts(examples(7), batch=3, seed=1, shuffle=True, keep=range(7))
     assert source.prompts_per_epoch == 6
@@ -55,12 +105,12 @@ def test_a_position_is_all_the_state_there_is() -> None:
 
 
 def test_a_stream_goes_back_and_starts_over() -> None:
-    source = StreamedPrompts(examples(5))
+    source = StreamedPrompts(examples(5), seed=0)
     assert [row["prompt"] for row in source.take(0, 3)] == ["p0", "p1", "p2"]
     assert [row["prompt"] for row in source.take(3, 4)] == ["p3", "p4", "p0", "p1"]
     assert [row["prompt"] for row in source.take(1, 2)] == ["p1", "p2"]
     with pytest.raises(DataError, match="yields no examples"):
-        StreamedPrompts([]).take(0, 1)
+        StreamedPrompts([], seed=0).take(0, 1)
 
 
 def test_too_few_prompts_are_refused_with_both_numbers() -> None:
@@ -229,7 +279,7 @@ def test_what_a_checkpoint_tells_runs_apart_by_does_not_move_a_stream() -> None:
                 read.append(row["prompt"])
                 yield row
 
-    source = StreamedPrompts(Rows())
+    source = StreamedPrompts(Rows(), seed=0)
     first = source.take(0, 2)
     for position in range(2, 42, 4):
         source.take(position, 4)

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from memsafe_rl.errors import ConfigError
@@ -269,7 +270,11 @@ class WithinBudget(MemoryPolicy):
     budget_bytes: int  # bytes; a smaller budget of the run still counts
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        if not isinstance(self.policy, MemoryPolicy):
+            raise ConfigError(f"WithinBudget.policy is {self.policy!r}; pass a MemoryPolicy, such as AdaptivePolicy().")
+        size: Any = self.budget_bytes
+        if isinstance(size, bool) or not isinstance(size, Real) or size <= 0:
+            raise ConfigError(f"WithinBudget.budget_bytes is {size!r}; it must be a number of bytes above 0.")
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Asks the other policy with the smaller budget."""
@@ -319,8 +324,8 @@ def check_packing(plan: UpdatePlan, work: UpdateWork) -> None:
 
 def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
     """Refuses what is no plan of a kind, and counts, switches, predictions and choices that cannot be meant."""
-    if not isinstance(plan, kind):
-        raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__}.")
+    if type(plan) is not kind:  # by which plans are kept and resumed
+        raise ConfigError(f"The memory policy answered {plan!r} where it must give a {kind.__name__} itself.")
     _check_fields(plan)
     called, predicted = type(plan).__name__, plan.predicted_bytes
     if not isinstance(predicted, Mapping):
@@ -328,6 +333,9 @@ def check_plan(plan: Any, kind: type[RolloutPlan | UpdatePlan]) -> None:
             f"{called}.predicted_bytes is {predicted!r}; it must be a mapping of phase to bytes. Leave it out."
         )
     for name, size in predicted.items():
+        known: Any = name
+        if not isinstance(known, str):
+            raise ConfigError(f"{called}.predicted_bytes has a key {name!r}; it must be the name of a phase.")
         if isinstance(size, bool) or not isinstance(size, (int, float)) or not math.isfinite(size):
             raise ConfigError(f"{called}.predicted_bytes[{name!r}] is {size!r}; it must be bytes.")
     if plan.compile is not None and plan.resident_blocks is not None:
@@ -343,7 +351,7 @@ def _check_fields(plan: Any) -> None:
         where, kind, value = f"{type(plan).__name__}.{entry.name}", str(entry.type), getattr(plan, entry.name)
         if value is None and kind.endswith("None"):
             continue
-        if kind.startswith("int"):
+        if kind.startswith("int") and isinstance(plan, (RolloutPlan, UpdatePlan)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ConfigError(f"{where} is {value!r}; it must be a whole number, without quotes.")
             if value < (least := 0 if entry.name in _MAY_BE_ZERO else 1):

@@ -86,8 +86,8 @@ def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, po
     unused = [one.name for one in ways if one.step(plans[-1], failure.work) is not None]
     if unused:
         went += (
-            f". {policy} gave no further plan, though {', '.join(unused)} could still change; leave memory_policy out "
-            "to have that done"
+            f". {policy} gave no further plan, though {', '.join(unused)} could still change; leave memory_policy out, "
+            "and gradient_checkpointing=False, to have that done"
         )
     return f"{len(plans)} plan(s) were tried{went}."
 

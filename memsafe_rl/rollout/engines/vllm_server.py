@@ -51,6 +51,7 @@ class Servers:
         self._probe: list[float] = []  # what the model itself says of the probe under them
         self._next = torch.zeros(0)  # and its logits of what follows
         self._met = False  # whether any server has served this run
+        self._handed: set[str] = set()  # addresses of those that this process has given weights
         self._request: EngineRequest | None = None
         self._answered: dict[Row, Completion] = {}
         self._under_way: _Pass | None = None  # of a rollout that is not due yet
@@ -168,8 +169,9 @@ class Servers:
     def _prepare(self, server: Server) -> None:
         if not self._met:
             server.wait()
-        if not self._met or server.version() != self._label:  # a process killed on the way leaves a server paused
+        if server.url not in self._handed or server.version() != self._label:  # a killed process leaves servers paused
             server.take(*self._whole_weights())
+            self._handed.add(server.url)
         label = self._label
         temperature = self._config.temperature or 1.0  # at 0 none counts
         found, token, drawn = server.probe(self._probed_ids(), label, temperature)

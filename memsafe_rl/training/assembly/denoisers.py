@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,9 +116,8 @@ class Denoisers(ModelFactory):
         """Says how chains are drawn and scored, for runs that are resumed."""
         policy = self._policy
         laid_out = torch.stack([policy.scheduler.timesteps.double().cpu(), policy.scheduler.stds.double().cpu()])
-        columns = range(policy.num_inference_steps)
-        one = torch.ones(len(columns), *(1 for _ in policy.sample_shape))
-        means = [policy.scheduler.mean(output, columns, 1 - output) for output in (one, 1 - one)]
+        ones = policy.null_condition.new_ones((1, *policy.sample_shape), dtype=torch.float32)
+        asked = [(output, [column]) for column in range(policy.num_inference_steps) for output in (ones, 1 - ones)]
         facts = {
             "sample_shape": list(policy.sample_shape),
             "condition_shape": list(policy.condition_shape),
@@ -129,9 +128,9 @@ class Denoisers(ModelFactory):
             "state_dtype": str(policy.state_dtype),
             "shared_noise": bool(policy.shared_noise),
             "trained_steps": str(policy.trained_steps),
-            "scheduler": f"{type(policy.scheduler).__name__}, {_digest(laid_out)}",
-            "means": _digest(torch.stack(means)),
-            "null_condition": _digest(policy.null_condition.float()),
+            "scheduler": f"{type(policy.scheduler).__name__}, {_digest([laid_out])}",
+            "means": _digest(policy.scheduler.mean(output, columns, 1 - output) for output, columns in asked),
+            "null_condition": _digest([policy.null_condition]),
         }
         return {f"{name} of the policy": value for name, value in facts.items()}
 
@@ -152,8 +151,12 @@ def _refuse_what_is_for_tokens(config: TrainerConfig) -> None:
         raise refusal("denoiser/allow_lossy", name=useless[0])
 
 
-def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
+def _digest(parts: Iterable[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        plain = part.detach().cpu()
+        digest.update((plain if plain.dtype == torch.float64 else plain.float()).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _take_steps(config: TrainerConfig, steps: int) -> None:

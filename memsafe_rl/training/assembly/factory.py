@@ -250,7 +250,9 @@ def build_setup(
     if isinstance(machine.parallel, Replicas):
         begin_alike(setup, machine.parallel)
         if config.sharded:
-            setup = replace(setup, shards=recovery.once(Stage.ADOPT, _divided, setup, machine.parallel, machine.device))
+            with machine.parallel.beside():
+                shards = recovery.once(Stage.ADOPT, _divided, setup, machine.parallel, machine.device)
+            setup = replace(setup, shards=shards)
     machine.holdings.networks = setup.networks
     machine.holdings.resident_blocks = partial(attrgetter("host_weights.resident"), adapter)
     return setup

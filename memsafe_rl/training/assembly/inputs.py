@@ -111,7 +111,8 @@ def training_prompts(config: TrainerConfig, dataset: Dataset | IterableDataset, 
     if isinstance(dataset, IterableDataset):
         refusal.when(config.max_steps <= 0, "max_steps")
         dataset = dataset.filter(fits, fn_kwargs={"reader": reader}) if config.overlong_prompts == "filter" else dataset
-        return StreamedPrompts(dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset)
+        seed = config.order_seed
+        return StreamedPrompts(dataset.shuffle(seed=seed) if config.shuffle_dataset else dataset, seed)
     keep = usable_prompts(dataset, reader, overlong=config.overlong_prompts)
     return IndexedPrompts(
         dataset, batch=config.prompts_per_rollout, seed=config.order_seed, shuffle=config.shuffle_dataset, keep=keep

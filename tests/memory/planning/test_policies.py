@@ -156,6 +156,7 @@ def test_a_policy_of_ones_own_needs_two_methods() -> None:
         (RolloutPlan(reward_rows=True), "RolloutPlan.reward_rows is True; it must be a whole number"),
         (UpdatePlan(checkpointing="no"), "UpdatePlan.checkpointing is 'no'; write True or False"),  # type: ignore[arg-type]
         (UpdatePlan(predicted_bytes={"update": float("nan")}), "predicted_bytes\\['update'\\] is nan"),  # type: ignore[dict-item]
+        (UpdatePlan(predicted_bytes={1: 100}), "predicted_bytes has a key 1; it must be the name of a phase"),  # type: ignore[dict-item]
         (None, "The memory policy answered None where it must give a"),
     ],
 )
@@ -172,13 +173,29 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_by_name(plan: RolloutPlan 
         (lambda: AdaptivePolicy(trajectory_device="cpu"), "trajectory_device is 'cpu'; write one of 'device', 'host'"),
         (lambda: AdaptivePolicy(compile="fast"), "AdaptivePolicy.compile is 'fast'; write one of None, 'default'"),
         (lambda: LadderPolicy(climbs=None), "LadderPolicy.climbs is None; write True or False"),  # type: ignore[arg-type]
-        (lambda: WithinBudget(AdaptivePolicy(), "8GB"), "budget_bytes is '8GB'; it must be a whole number"),  # type: ignore[arg-type]
-        (lambda: WithinBudget(AdaptivePolicy(), 0), "WithinBudget.budget_bytes is 0; it must be at least 1"),
+        (lambda: WithinBudget(AdaptivePolicy(), "8GB"), "budget_bytes is '8GB'; it must be a number of bytes"),  # type: ignore[arg-type]
+        (lambda: WithinBudget("adaptive", 1 << 30), "WithinBudget.policy is 'adaptive'; pass a MemoryPolicy"),  # type: ignore[arg-type]
+        (lambda: WithinBudget(AdaptivePolicy(), 0), "WithinBudget.budget_bytes is 0; it must be a number of bytes"),
     ],
 )
 def test_numbers_and_choices_that_a_policy_does_not_offer_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_plans_of_other_classes_would_be_passed_over_and_are_refused_while_policies_may_have_more_fields() -> None:
+    @dataclass(frozen=True)
+    class Noted(UpdatePlan):
+        note: str = "x"
+
+    @dataclass(frozen=True)
+    class Warming(AdaptivePolicy):
+        warmup_rollouts: "int" = 0
+
+    with pytest.raises(ConfigError, match="where it must give a UpdatePlan itself"):
+        MemoryTracker("cpu", HostMeter(), 1).adopt(Noted(), UpdatePlan)
+    assert Warming().warmup_rollouts == 0
+    assert WithinBudget(AdaptivePolicy(), 0.5 * 2**30).budget_bytes == 2**29  # type: ignore[arg-type]
 
 
 def test_packing_what_cannot_be_packed_is_refused() -> None:
