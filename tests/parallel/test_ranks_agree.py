@@ -41,6 +41,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         "The trained weights of rank 1 are not those of rank 0",
     ),
 }
+CALLED: list[int] = []
 FLAGS = ("should_training_stop", "should_save", "should_evaluate")
 
 
@@ -113,6 +114,22 @@ def masked_on(rank: int, asked: list[str], trainer: Any) -> dict[str, Any]:
     ids = trainer.processing_class(text=asked)["input_ids"]
     drawn = {"prompt_ids": ids, "completion_ids": [[20, 30, 1]] * len(asked), "logprobs": None}
     return drawn if rank else {**drawn, "env_mask": [[1, 0, 0]] * len(asked)}
+
+
+def missing_at_first(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    if trainer_state.global_step == 0 and not CALLED:
+        CALLED.append(1)
+        raise ValueError("no judge yet")
+    return [float(len(text) % 3) for text in completions]
+
+
+def toss(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {"prompt": [f"{random.randrange(10**6)}: {text}" for text in rows["prompt"]]}
+
+
+def notes(seen: list[str], prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    seen.extend(dict.fromkeys(prompts))
+    return [float(len(text) % 3) for text in completions]
 
 
 def raising(*_: Any) -> Any:
@@ -208,6 +225,16 @@ def work(rank: int, port: int, folder: str) -> None:
     with pytest.raises((MemsafeError, ZeroDivisionError)) as failed:
         trainer_of(Path(folder) / "end", callbacks=[Asking("")], max_steps=1).train()
     found["end"] = str(failed.value)
+    again = trainer_of(Path(folder) / "again", reward_funcs=[missing_at_first], eval_dataset=prompts(PROMPTS[:2]))
+    with pytest.raises(ValueError, match="no judge yet"):
+        again.evaluate()  # on all ranks
+    again.train()
+    found["again"] = again.state.global_step
+    tossed = Dataset.from_dict({"prompt": PROMPTS}).with_transform(toss)
+    seen: list[str] = []
+    told = {"train_dataset": tossed, "reward_funcs": [partial(notes, seen)], "num_generations": 8}
+    trainer_of(Path(folder) / "tossed", per_device_eval_batch_size=8, **told).train()
+    found["tossed"] = seen
     for name in ("evaluate", "save_model"):
         trainer = trainer_of(Path(folder) / name, reward_funcs=[absent])
         (Path(folder) / f"file {rank}").touch()
@@ -321,6 +348,17 @@ def test_rewards_of_a_subclass_need_no_rows_of_every_rank(ranks: list[dict[Any, 
 def test_an_error_while_a_trainer_is_built_is_told_to_all_ranks(ranks: list[dict[Any, Any]]) -> None:
     assert "cannot be written" in ranks[0]["built"]
     assert "Rank 0 ended the run: ConfigError: output_dir is" in ranks[1]["built"]
+
+
+@pytest.mark.slow
+def test_ranks_that_failed_alike_beside_training_can_train(ranks: list[dict[Any, Any]]) -> None:
+    assert [rank["again"] for rank in ranks] == [3, 3]
+
+
+@pytest.mark.slow
+def test_a_group_over_two_ranks_has_one_prompt_though_rows_draw_random_numbers(ranks: list[dict[Any, Any]]) -> None:
+    assert len(ranks[0]["tossed"]) == 3
+    assert ranks[0]["tossed"] == ranks[1]["tossed"]
 
 
 @pytest.mark.slow

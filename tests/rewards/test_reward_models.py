@@ -6,8 +6,12 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     GPT2ForSequenceClassification,
     Qwen3ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -182,6 +186,18 @@ def test_rows_beyond_a_table_of_positions_are_refused_and_computed_positions_are
             with pytest.raises(DataError, match=f"reads {positions} tokens at most, and .* has {positions + 1}"):
                 reward.score(["x"], ["y" * positions], 1)
         assert reward.score(["x"], ["y" * (positions if kind == "qwen3" else positions - 1)], 1).isfinite().all()
+
+
+def test_tables_that_are_none_of_positions_limit_nothing_and_rows_kept_for_padding_count():
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 64, "num_labels": 1, "max_position_embeddings": 34}
+    relative = {"position_buckets": 17, "position_biased_input": False, "relative_attention": True}
+    deberta = DebertaV2ForSequenceClassification(DebertaV2Config(**sizes, **relative))
+    assert RewardModel(deberta, tiny_tokenizer()).score(["x"], ["y" * 60], 1).isfinite().all()
+    roberta = RobertaForSequenceClassification(RobertaConfig(**sizes, pad_token_id=1))
+    assert RewardModel(roberta, tiny_tokenizer()).score(["x"], ["y" * 31], 1).isfinite().all()
+    with pytest.raises(DataError, match=r"reads 32 tokens at most, and .* has 33"):
+        RewardModel(roberta, tiny_tokenizer()).score(["x"], ["y" * 32], 1)
 
 
 def test_an_empty_row_and_a_missing_tokenizer_are_refused():

@@ -136,6 +136,20 @@ def test_a_resumed_run_has_the_same_policy(tmp_path: Path) -> None:
     make_trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
 
 
+def test_a_users_scheduler_may_look_at_single_elements_and_learn(tmp_path: Path) -> None:
+    class Mixing(DDIMScheduler):
+        def mean(self, model_output: Tensor, columns: Any, sample: Tensor) -> Tensor:
+            self.factor = torch.nn.Parameter(torch.ones(()))
+            mixed = model_output @ torch.eye(SHAPE[-1]).to(model_output)
+            mixed[:, 2] = sample[:, 2]
+            return super().mean(self.factor * mixed, columns, sample)
+
+    settings = {"save_strategy": "steps", "save_steps": 1}
+    make_trainer(tmp_path, make_policy(scheduler=Mixing()), max_steps=1, **settings).train()
+    again = make_trainer(tmp_path, make_policy(scheduler=Mixing()), max_steps=2, **settings)
+    assert again.train(resume_from_checkpoint=True).global_step == 2
+
+
 @pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
 def test_what_draws_texts_is_refused_by_name(name: str, tmp_path: Path) -> None:
     def function(*_: Any) -> None: ...
