@@ -98,21 +98,6 @@ class Walk(NamedTuple):
     tokens: int  # that are run once
     parts: list[Piece | Walk]
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """What is run below, in order, each with the tokens that are held for it."""
-        return [piece._replace(tokens=self.tokens + piece.tokens) for piece in pieces_of(self.parts)]
-
-    @property
-    def total(self) -> int:
-        """Tokens that are run."""
-        return self.tokens + sum(_total(part) for part in self.parts)
-
-    @property
-    def passes(self) -> int:
-        """How many passes run them."""
-        return 1 + sum(_passes(part) for part in self.parts)
-
 
 def cut_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Cuts rows into slices of like length, the longest rows first, as many rows to a slice as the budget holds."""
@@ -195,7 +180,13 @@ def _first_fit(pieces: Sequence[Piece], room: int) -> list[Piece]:
 
 def pieces_of(parts: Iterable[Piece | Walk]) -> list[Piece]:
     """Returns passes in the order in which they are run, each with the tokens that are held for it."""
-    return [piece for part in parts for piece in (part.pieces if isinstance(part, Walk) else [part])]
+    pieces: list[Piece] = []
+    for part in parts:
+        if isinstance(part, Walk):
+            pieces += [piece._replace(tokens=part.tokens + piece.tokens) for piece in pieces_of(part.parts)]
+        else:
+            pieces.append(part)
+    return pieces
 
 
 def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = False) -> dict[int, int]:
@@ -212,11 +203,12 @@ def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = 
 
 
 def _total(part: Piece | Walk) -> int:
-    return part.total if isinstance(part, Walk) else part.tokens
+    """Counts the tokens that are run, those that are held once."""
+    return part.tokens + (sum(map(_total, part.parts)) if isinstance(part, Walk) else 0)
 
 
 def _passes(part: Piece | Walk) -> int:
-    return part.passes if isinstance(part, Walk) else 1
+    return 1 + (sum(map(_passes, part.parts)) if isinstance(part, Walk) else 0)
 
 
 def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
