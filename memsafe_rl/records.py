@@ -319,9 +319,7 @@ def _head(line: bytes) -> tuple[float, int, bool, str] | None:
 def _lines(descriptor: int, block: int = 1 << 20) -> Iterator[tuple[int, bytes]]:
     """Yields the complete lines of a file and where they begin."""
     offset, rest = 0, b""
-    position = 0
-    while content := os.pread(descriptor, block, position):
-        position += len(content)
+    while content := os.pread(descriptor, block, offset + len(rest)):
         *lines, rest = (rest + content).split(b"\n")
         for line in lines:
             yield offset, line
