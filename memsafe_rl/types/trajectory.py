@@ -132,10 +132,6 @@ class Ragged:
         # Only on its way to a device may a copy be under way still when it is read.
         return out if device is None else out.to(device, non_blocking=out.device.type == "cpu")
 
-    def nbytes(self) -> int:
-        """Bytes of the store."""
-        return self.flat.nbytes
-
     def beside(self, rows: Mapping[int, Tensor], known: Ragged | None = None) -> Ragged:
         """Lays one number per action of some rows beside those ``known``, or 0, of all others; changes neither."""
         if known is None:
@@ -287,8 +283,7 @@ class Trajectory:
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by field; fields that hold no tensor are left out."""
-        stored = self._stored().items()
-        return {name: value.nbytes() if isinstance(value, Ragged) else value.nbytes for name, value in stored}
+        return {name: tensor.nbytes for name, tensor in zip(self._stored(), self.tensors(), strict=True)}
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Trajectory:
         """Returns the same rows elsewhere."""
