@@ -117,8 +117,7 @@ def optimal_token_advantages(rewards_G: Tensor, norms_GT: Tensor, mask_GT: Tenso
     rewards_GT = rewards_G.nan_to_num(nan=0.0)[:, None].expand_as(norms_GT)
     total_T = weights_GT.sum(0)
     baseline_T = (weights_GT * rewards_GT).sum(0) / total_T.masked_fill(total_T == 0, 1.0)
-    most_T = rewards_GT.masked_fill(~there_GT, -math.inf).amax(0)
-    alike_T = most_T <= rewards_GT.masked_fill(~there_GT, math.inf).amin(0)
+    alike_T = _all_equal(rewards_GT.masked_fill(~there_GT, math.nan).T)[:, 0]
     return (rewards_GT - baseline_T).masked_fill(~there_GT | alike_T, 0.0)
 
 
