@@ -292,12 +292,8 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = U
         return _sourced_score_parts(rows, plan, tile)
     logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
     hidden = (tokens + slices.actions) * geometry.hidden_size * geometry.compute_bytes
-    forward = _forward_bytes(geometry) * tokens
-    return (
-        {Component.ACTIVATIONS: forward, Component.LOGITS: 0}
-        if forward > hidden + logits
-        else {Component.ACTIVATIONS: hidden, Component.LOGITS: logits}
-    )
+    activations, kept = max((hidden, logits), (_forward_bytes(geometry) * tokens, 0), key=sum)
+    return {Component.ACTIVATIONS: activations, Component.LOGITS: kept}
 
 
 def _sourced_score_parts(work: UpdateWork, plan: RolloutPlan, tile: int) -> Parts:
