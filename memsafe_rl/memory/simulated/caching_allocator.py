@@ -192,13 +192,10 @@ class CachingAllocator:
                     self._give_back(block)
 
     def _note_peak(self) -> None:
-        peak, needed = self.peak, self.needed_bytes
-        if self.reserved_bytes > peak.reserved:
-            peak.reserved = self.reserved_bytes
-        if needed > peak.needed:
-            peak.needed = needed
-        if self.allocated_bytes > peak.allocated:
-            peak.allocated = self.allocated_bytes
+        peak = self.peak
+        peak.reserved = max(peak.reserved, self.reserved_bytes)
+        peak.needed = max(peak.needed, self.needed_bytes)
+        peak.allocated = max(peak.allocated, self.allocated_bytes)
 
     def _find(self, pool: _Pool, size: int) -> Block | None:
         """Takes the smallest free block that is large enough, of equal ones the first."""
@@ -308,8 +305,7 @@ class CachingAllocator:
             self._map(block, min(block.size, size))
         while block.size < size:
             following = block.after
-            if following is None:
-                raise AssertionError("a block without room for its request was chosen")
+            assert following is not None, "the chosen block has room for its request"
             self._map(following, min(size - block.size, following.size))
             block = following
         self._take(block)
