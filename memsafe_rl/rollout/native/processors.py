@@ -86,7 +86,7 @@ def processors_of(settings: SamplingSettings) -> tuple[Processor, ...]:
     chosen = _with_own(chosen, settings.logits_processor)
     if settings.temperature == 0:
         return tuple(chosen)
-    narrowing = _narrowing(settings)
+    narrowing = list(_narrowing(settings))
     if (chosen or narrowing) and settings.temperature != 1.0:
         chosen.append(_theirs(theirs.TemperatureLogitsWarper, float(settings.temperature)))
     return (*chosen, *narrowing)
@@ -177,24 +177,22 @@ def _suppressed(settings: SamplingSettings) -> Iterable[Processor]:
         yield Processor(suppress, theirs.SuppressTokensAtBeginLogitsProcessor, needs_lengths=forced)
 
 
-def _narrowing(settings: SamplingSettings) -> list[Processor]:
+def _narrowing(settings: SamplingSettings) -> Iterable[Processor]:
     """Builds the filters of sampling; greedy decoding has none of them."""
-    chosen: list[Processor] = []
     if settings.top_h is not None:
-        chosen.append(_top_h(settings.top_h))
+        yield _top_h(settings.top_h)
     if settings.top_k:
-        chosen.append(_theirs(theirs.TopKLogitsWarper, settings.top_k))
+        yield _theirs(theirs.TopKLogitsWarper, settings.top_k)
     if settings.top_p < 1.0:
-        chosen.append(_top_p(settings.top_p))
+        yield _top_p(settings.top_p)
     if settings.min_p is not None:
-        chosen.append(_theirs(theirs.MinPLogitsWarper, settings.min_p))
+        yield _theirs(theirs.MinPLogitsWarper, settings.min_p)
     if settings.typical_p < 1.0:
-        chosen.append(_theirs(theirs.TypicalLogitsWarper, settings.typical_p))
+        yield _theirs(theirs.TypicalLogitsWarper, settings.typical_p)
     if settings.epsilon_cutoff > 0.0:
-        chosen.append(_theirs(theirs.EpsilonLogitsWarper, settings.epsilon_cutoff))
+        yield _theirs(theirs.EpsilonLogitsWarper, settings.epsilon_cutoff)
     if settings.eta_cutoff > 0.0:
-        chosen.append(_eta(settings.eta_cutoff))
-    return chosen
+        yield _eta(settings.eta_cutoff)
 
 
 def _with_own(chosen: list[Processor], given: Sequence[Callable[..., Tensor]]) -> list[Processor]:
