@@ -132,10 +132,7 @@ class _Growing:
 
     def begins(self, context: Sequence[int]) -> bool:
         """Whether a context begins with all its tokens."""
-        known = len(self.condition) + len(self.ids)
-        if len(context) < known:
-            return False
-        first = len(self.condition)
+        first, known = len(self.condition), len(self.condition) + len(self.ids)
         return list(context[:first]) == self.condition and list(context[first:known]) == self.ids.tolist()
 
     def add(self, context: Sequence[int], completion: Completion, state: int) -> None:
