@@ -177,9 +177,23 @@ class LanguageModels(ModelFactory):
         return {}
 
     def check_given(self, given: Mapping[str, Any]) -> None:
-        """Refuses what takes the place of the engine that reads images."""
-        if self._image_reader is not None:
-            _refuse_beside_images(self._config, given)
+        """Refuses what a run whose prompts may hold images does not support yet."""
+        if self._image_reader is None:
+            return
+        others = {
+            "rollout_func": given["rollout_func"] is not None,
+            **dict.fromkeys(self._config.engines_chosen, True),
+            "partial_rollout_tokens": self._config.partial_rollout_tokens is not None,
+            "teacher_model_server_url": self._config.teacher_model_server_url is not None,
+            "fsdp": self._config.sharded,
+            "torch_compile": self._config.compile_mode is not None,
+        }
+        chosen = [name for name, is_set in others.items() if is_set]
+        if chosen:
+            raise refusal("images/beside", name=chosen[0])
+        plays = [name for name in ("tools", "environment_factory") if given[name]]
+        if plays and self._config.world_size > 1:
+            raise refusal("images/ranks", name=plays[0], count=self._config.world_size)
 
     def facts(self) -> dict[str, str]:
         """Says how long completions can become, for the start banner."""
@@ -224,24 +238,6 @@ def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> I
     if tokenizer.chat_template is None:
         tokenizer.chat_template = getattr(processor, "chat_template", None)
     return ImagePromptReader(text, processor.image_processor, facts.config)
-
-
-def _refuse_beside_images(config: TrainerConfig, given: Mapping[str, Any]) -> None:
-    """Refuses what a run whose prompts may hold images does not support yet."""
-    others = {
-        "rollout_func": given["rollout_func"] is not None,
-        **dict.fromkeys(config.engines_chosen, True),
-        "partial_rollout_tokens": config.partial_rollout_tokens is not None,
-        "teacher_model_server_url": config.teacher_model_server_url is not None,
-        "fsdp": config.sharded,
-        "torch_compile": config.compile_mode is not None,
-    }
-    chosen = [name for name, is_set in others.items() if is_set]
-    if chosen:
-        raise refusal("images/beside", name=chosen[0])
-    plays = [name for name in ("tools", "environment_factory") if given[name]]
-    if plays and config.world_size > 1:
-        raise refusal("images/ranks", name=plays[0], count=config.world_size)
 
 
 def _without_image_tokens(settings: SamplingSettings, config: Any) -> SamplingSettings:
