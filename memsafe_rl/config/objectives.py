@@ -75,20 +75,13 @@ def _read_objective(name: str, given: Any, beta: float) -> Objective:
     twice = [reward for reward, times in Counter(settings["rewards"]).items() if times > 1]
     refusal.when(twice, "objectives/reward_twice", told=told, twice=twice)
     objective = Objective(name=name, **settings)
-    _check_beta(told, objective)
-    return objective
-
-
-def _check_beta(told: str, objective: Objective) -> None:
-    """Refuses a band for a KL that is not measured, steering without a band, and a beta outside its bounds."""
-    if objective.kl_band is not None and objective.beta == 0:
+    if objective.kl_band is not None and objective.beta == 0:  # a KL that is not measured
         raise refusal("objectives/kl_band", told=told, kl_band=list(objective.kl_band))
-    if not objective.adaptive_beta:
-        return
-    refusal.when(objective.kl_band is None, "objectives/adaptive_beta", told=told)
+    refusal.when(objective.adaptive_beta and objective.kl_band is None, "objectives/adaptive_beta", told=told)
     low, high = objective.bounds
-    if low == 0 or not low <= objective.beta <= high:
+    if objective.adaptive_beta and (low == 0 or not low <= objective.beta <= high):
         raise refusal("objectives/beta_bounds", told=told, low=low, high=high, objective=objective)
+    return objective
 
 
 def check_reward_names(objectives: Sequence[Objective], names: Sequence[str]) -> None:
