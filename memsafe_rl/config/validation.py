@@ -234,7 +234,13 @@ def _check_engine(config: TrainerConfig) -> None:
     for name in ("verify_plan", "probe_worst_case"):
         refusal.when(getattr(config, name), "engines/beside", name=name, chosen=chosen)
     if "vllm_server" in config.engines_chosen.values():
-        _check_servers(config)
+        for url in config.vllm_servers:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
+                shown = "with a name or password" if "@" in url else repr(url)
+                raise refusal("vllm_server_base_url", shown=shown, variable=KEY_VARIABLE)
+        refusal.when(config.world_size > 1, "vllm_mode/ranks", config=config)
+        refusal.when(config.vllm_enable_sleep_mode, "vllm_enable_sleep_mode")
     if "vllm" in config.engines_chosen.values():
         refuse_missing_vllm()
         refusal.when(config.world_size > 1, "use_vllm/ranks", config=config)
@@ -242,16 +248,6 @@ def _check_engine(config: TrainerConfig) -> None:
         if longest is not None and longest <= config.max_completion_length:
             raise refusal("vllm_max_model_length", longest=longest, config=config)
     check_options(config.transformers_continuous_batching_config or {})
-
-
-def _check_servers(config: TrainerConfig) -> None:
-    for url in config.vllm_servers:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
-            shown = "with a name or password" if "@" in url else repr(url)
-            raise refusal("vllm_server_base_url", shown=shown, variable=KEY_VARIABLE)
-    refusal.when(config.world_size > 1, "vllm_mode/ranks", config=config)
-    refusal.when(config.vllm_enable_sleep_mode, "vllm_enable_sleep_mode")
 
 
 def _check_reference(config: TrainerConfig) -> None:
