@@ -122,8 +122,7 @@ def _check_teacher(config: GRPOConfig) -> None:
         _refuse_changed(config, (*loaded, "distillation_coef"), why, remedy)
         return
     why = "with a teacher, which gives every token an advantage of its own and is the only reference"
-    _refuse_changed(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
-    _check_separable(config, why)
+    _refuse_beside_credit(config, ("beta", "sync_ref_model", "objectives", "importance_sampling_level"), why)
 
 
 def _check_by_token(config: GRPOConfig) -> None:
@@ -131,17 +130,16 @@ def _check_by_token(config: GRPOConfig) -> None:
     names = ("objectives", "importance_sampling_level", "teacher_model_name_or_path", "teacher_model_server_url")
     if config.advantage_estimator == "otb":
         why = "with advantage_estimator='otb', which gives every token an advantage of its own"
-        _refuse_changed(config, (*names, "turn_advantage_coef"), why)
-        _check_separable(config, why)
+        _refuse_beside_credit(config, (*names, "turn_advantage_coef"), why)
     if not config.turn_advantage_coef:
         _refuse_changed(config, ("turn_discount",), "without turn-level credit", ", or set turn_advantage_coef")
         return
     why = "with turn_advantage_coef, which gives every turn an advantage of its own"
+    _refuse_beside_credit(config, names, why)
+
+
+def _refuse_beside_credit(config: GRPOConfig, names: tuple[str, ...], why: str) -> None:
     _refuse_changed(config, names, why)
-    _check_separable(config, why)
-
-
-def _check_separable(config: GRPOConfig, why: str) -> None:
     if not LOSSES[config.loss_type].traits.separable:
         fitting = ", ".join(name for name, loss in LOSSES.items() if loss.traits.separable)
         raise refusal("loss_type/separable", config=config, why=why, fitting=fitting)
