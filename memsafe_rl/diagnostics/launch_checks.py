@@ -103,11 +103,9 @@ def _gpu_ids(content: Mapping[Any, Any], name: str, environment: Environment) ->
     ids = content.get("gpu_ids")
     if ids is None:
         return
+    text = ",".join(str(part) for part in ids) if isinstance(ids, (list, tuple)) else str(ids)
     if not isinstance(ids, str):
-        text = ",".join(str(part) for part in ids) if isinstance(ids, (list, tuple)) else str(ids)
         yield finding("accelerate-gpu-ids/type", ids=ids, type_name=type(ids).__name__, name=name, text=text)
-    else:
-        text = ids
     named = [part.strip() for part in text.split(",") if part.strip().isdigit()]
     kind = str(content.get("distributed_type"))
     if isinstance(ids, str) and ids != "all" and kind.startswith(_SEVERAL) and len(named) < _count(content):
