@@ -172,8 +172,10 @@ def _reasons(message: OutOfMemoryMessage, tensors: tuple[KnownTensor, ...]) -> t
     found = [*filter(None, [_special(message)]), *_of_the_request(message)]
     found += () if guessed else _tensor(tensors)
     found += _of_the_device(message, limited=any(reason.cause is Cause.LIMIT for reason in found))
-    if not any(reason.decisive for reason in found):
-        found += _full(message)
+    held, of = message.allocated, message.total or message.allowed
+    full = _count(held) / (_count(of) or math.nan)
+    if full >= _FULL_SHARE and not any(reason.decisive for reason in found):
+        found.append(_because(Cause.FULL, case="FULL_AND_MOVED" if full > 1 else "", held=held, of=of, share=full))
     if not found:
         asked = message.requested
         found.append(_because(Cause.UNTOLD, case="" if asked is None else "UNTOLD_REST", asked=asked))
@@ -254,13 +256,6 @@ def _of_the_device(message: OutOfMemoryMessage, *, limited: bool) -> Iterator[Re
     if _count(message.free) > asked and not limited and not asked > total:
         case = "ROOM_REFUSED_XPU" if message.allocator is Allocator.XPU and asked > 4 * _GIB else "ROOM_REFUSED"
         yield _because(Cause.ROOM_REFUSED, True, case, asked=message.requested, free=message.free)
-
-
-def _full(message: OutOfMemoryMessage) -> Iterator[Reason]:
-    held, of = message.allocated, message.total or message.allowed
-    share = _count(held) / (_count(of) or math.nan)
-    if share >= _FULL_SHARE:
-        yield _because(Cause.FULL, case="FULL_AND_MOVED" if share > 1 else "FULL", held=held, of=of, share=share)
 
 
 _TABLE = texts_beside(__file__, "remedies.yaml")
