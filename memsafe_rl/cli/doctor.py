@@ -76,7 +76,12 @@ def examine(launch: str | None, run: str | None, script: str | None, expect: Seq
         facts |= _spelled(content)
     if run is not None:
         findings += check_run_file(settings, run, environment, parameters=parameters, processes=processes)
-        findings += _unreadable(run)
+        try:
+            read_request([run])
+        except ConfigError as error:  # the trainer itself would refuse it
+            what, _, remedy = " ".join(str(error).split()).rpartition(". ")
+            what, remedy = (what, remedy) if what else (remedy, "Correct it.")
+            findings.append(Finding("run-file", Severity.ERROR, what, run, "Training ends with this error.", remedy))
         facts |= _spelled(settings)
     distinct = tuple(dict.fromkeys((*findings, *of_script)))
     # The rest of the environment stays private: it holds keys and tokens.
@@ -112,17 +117,6 @@ def _of_launch_file(content: object, name: str, machine: Environment, parameters
     )
     more = check_launch_memory(content, name, machine, parameters=parameters) if isinstance(content, Mapping) else ()
     return (*found, *more)
-
-
-def _unreadable(run: str) -> tuple[Finding, ...]:
-    """Finds what the trainer itself would refuse in a run file."""
-    try:
-        read_request([run])
-    except ConfigError as error:
-        what, _, remedy = " ".join(str(error).split()).rpartition(". ")
-        what, remedy = (what, remedy) if what else (remedy, "Correct it.")
-        return (Finding("run-file", Severity.ERROR, what, run, "Training ends with this error.", remedy),)
-    return ()
 
 
 def read_launch_file(path: Path) -> object:
