@@ -272,13 +272,6 @@ def _check_memory(config: TrainerConfig) -> None:
     check_budget(config.memory_budget)
     for remedy in config.allow_lossy:
         check_choice("allow_lossy", remedy, tuple(LOSSY_REMEDIES))
-    _check_checkpointing(config)
-    if isinstance(config.pad_to_multiple_of, str) and config.pad_to_multiple_of != "auto":
-        config.fill("pad_to_multiple_of", read("pad_to_multiple_of", config.pad_to_multiple_of, int | None))
-        config.declared["pad_to_multiple_of"].read(config.pad_to_multiple_of)
-
-
-def _check_checkpointing(config: TrainerConfig) -> None:
     kinds: dict[str, Any] = {"use_reentrant": bool, "offload": bool, "every_n_layers": int}
     instead = {
         "use_reentrant": "recomputation here is not reentrant, with the same gradient",
@@ -291,6 +284,9 @@ def _check_checkpointing(config: TrainerConfig) -> None:
         refusal.when(key == "every_n_layers" and found < 1, "every_n_layers", found=found)
         if (key, found) in (("use_reentrant", True), ("every_n_layers", max(2, found))):
             _say_once(f"gradient_checkpointing_kwargs has {key}={found!r}, which changes nothing here: {instead[key]}.")
+    if isinstance(config.pad_to_multiple_of, str) and config.pad_to_multiple_of != "auto":
+        config.fill("pad_to_multiple_of", read("pad_to_multiple_of", config.pad_to_multiple_of, int | None))
+        config.declared["pad_to_multiple_of"].read(config.pad_to_multiple_of)
 
 
 def _is_multiple(whole: float, part: float) -> bool:
