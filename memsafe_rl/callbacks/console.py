@@ -172,12 +172,6 @@ def banner(facts: Mapping[str, str], console: Console | None = None, *, title: s
 def summary(figures: RunFigures, console: Console | None = None, *, then: Mapping[str, str] | None = None) -> None:
     """Prints a run's results: memory forecast and measured, time, what failures cost, and commands for what follows."""
     console = console or Console(stderr=True)
-    banner(_summary_facts(figures), console, title="memsafe_rl: the run")
-    for purpose, command in (then or {}).items():
-        console.print(f"{purpose}: {command}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _summary_facts(figures: RunFigures) -> dict[str, str]:
     peak, budget, share, error = figures.peak_bytes, figures.budget_bytes, figures.budget_share, figures.forecast_error
     lost = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
     samples, tokens, rewards = figures.samples_per_second, figures.tokens_per_second, figures.last_reward
@@ -194,7 +188,10 @@ def _summary_facts(figures: RunFigures) -> dict[str, str]:
         "tokens a second": tokens is not None and f"{tokens:,.0f}",
         "reward": rewards is not None and f"{figures.first_reward:.3f} at the start, {rewards:.3f} at the end",
     }
-    return {name: text for name, text in facts.items() if isinstance(text, str)}
+    known = {name: text for name, text in facts.items() if isinstance(text, str)}
+    banner(known, console, title="memsafe_rl: the run")
+    for purpose, command in (then or {}).items():
+        console.print(f"{purpose}: {command}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _cell(value: Any) -> Text:
