@@ -125,7 +125,13 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     if not highest.series:
         together = [Series("peak", column(records, "memory/peak_bytes"), 7)]
         highest = plot(f"{title}, all uses together", together, stacked=True, marks=marks)
-    drawings = draw_all(records, [highest, plot("Peak of each phase", _phase_lines(records))])
+    peaks = [phase_peaks(record) for record in records]
+    lines = [
+        Series(name, [number(found.get(name)) for found in peaks], color)
+        for color, name in enumerate(PHASES)
+        if name != "load" or len(peaks) == 1
+    ]
+    drawings = draw_all(records, [highest, plot("Peak of each phase", lines)])
     for phase in ("rollout", "update"):
         there = [record for record in records if (record.get("held_at_peak") or {}).get(phase)]
         held = [record["held_at_peak"][phase] for record in there]
@@ -150,15 +156,6 @@ def _held_at_highest(record: Record) -> Mapping[str, int]:
     held, peaks = record.get("held_at_peak") or {}, phase_peaks(record)
     there = [phase for phase in peaks if phase in held]
     return held[max(there, key=lambda phase: peaks[phase])] if there else {}
-
-
-def _phase_lines(records: Sequence[Record]) -> list[Series]:
-    peaks = [phase_peaks(record) for record in records]
-    return [
-        Series(name, [number(found.get(name)) for found in peaks], color)
-        for color, name in enumerate(PHASES)
-        if name != "load" or len(peaks) == 1
-    ]
 
 
 def _placed(events: Sequence[Record]) -> list[Record]:
