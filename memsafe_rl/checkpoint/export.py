@@ -159,7 +159,11 @@ _EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; 
 
 def export(source: str, target: str, dtype: str | None) -> Path:
     """Writes a run's final model, else its latest checkpoint, or a checkpoint; adapters are merged in float32."""
-    out, folder = Path(target), _with_weights(Path(source))
+    out, given = Path(target), Path(source)
+    places = [given, *reversed(checkpoints(given))] if given.is_dir() else []
+    folder = next((place for place in places if (place / _CONFIG).is_file() or _adapter_in(place)), None)
+    if folder is None:
+        raise refusal("export/weights", folder=str(given), adapter=_ADAPTER, config=_CONFIG)
     refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:
         (config, model, base), processor = _loaded(folder), AutoProcessor.from_pretrained(folder)
@@ -169,15 +173,6 @@ def export(source: str, target: str, dtype: str | None) -> Path:
         raise refusal("export/failed", folder=str(folder), reason=str(error).splitlines()[0].rstrip(".")) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
-
-
-def _with_weights(folder: Path) -> Path:
-    """Finds the weights: in the folder itself, else in the latest of its checkpoints."""
-    places = [folder, *reversed(checkpoints(folder))] if folder.is_dir() else []
-    found = next((place for place in places if (place / _CONFIG).is_file() or _adapter_in(place)), None)
-    if found is None:
-        raise refusal("export/weights", folder=str(folder), adapter=_ADAPTER, config=_CONFIG)
-    return found
 
 
 def _adapter_in(folder: Path) -> Path | None:
