@@ -208,7 +208,13 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
             return load_dataset(source, chosen.dataset_config, split=split)
         path = Path(source).expanduser()
         if path.is_dir():
-            return _split_of(load_from_disk(str(path)), split or "train", source)
+            saved, wanted = load_from_disk(str(path)), split or "train"
+            if not isinstance(saved, DatasetDict):
+                unusable.when(wanted != "train", "dataset/splits", source=source, split=wanted)
+                return saved
+            if wanted not in saved:
+                raise unusable("dataset/split", source=source, there=", ".join(map(repr, saved)), split=wanted)
+            return saved[wanted]
         return load_dataset(FILE_TYPES[path.suffix], data_files=str(path), split=split or "train")
     except (DatasetsError, OSError, ValueError, KeyError, StopIteration) as error:
         if isinstance(error, DataError):
@@ -218,15 +224,6 @@ def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
         if source == chosen.dataset_name:
             remedy = "Check its name and configuration, or give a file or a folder as dataset."
         raise unusable("dataset/read", source=source, reason=reason, remedy=remedy) from error
-
-
-def _split_of(saved: Dataset | DatasetDict, split: str, source: Any) -> Dataset:
-    if not isinstance(saved, DatasetDict):
-        unusable.when(split != "train", "dataset/splits", source=source, split=split)
-        return saved
-    if split not in saved:
-        raise unusable("dataset/split", source=source, there=", ".join(map(repr, saved)), split=split)
-    return saved[split]
 
 
 _LEAST_SHARE = 0.01  # share of a peak below which a component is not listed
