@@ -162,17 +162,14 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
     }
     if wanted.prompt_tokens is None and chosen.dataset is not None:
         given["train_dataset"], given["eval_dataset"] = prompts(chosen)
-        given["processing_class"] = _tokenizer(str(chosen.model), config.trust_remote_code)
+        model = str(chosen.model)
+        try:
+            given["processing_class"] = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
+        except ConfigError as error:
+            if known_config(model) is None:
+                raise
+            raise refusal("plan/tokenizer", model=model) from error
     return given
-
-
-def _tokenizer(model: str, trust_remote_code: bool) -> Any:
-    try:
-        return load_tokenizer(model, trust_remote_code=trust_remote_code)
-    except ConfigError as error:
-        if known_config(model) is None:
-            raise
-        raise refusal("plan/tokenizer", model=model) from error
 
 
 @dataclass(frozen=True)
