@@ -98,7 +98,11 @@ class EnvironmentPool:
         self.caller = Caller()
         self.named = isinstance(environment_factory, Mapping)
         factories: Mapping[Any, Any] = environment_factory if self.named else {None: environment_factory}
-        _check_factories(factories, named=self.named)
+        refusal.when(not factories, "environment_factory/empty")
+        for name, make in factories.items():
+            if not callable(make) and (make is not None or self.named):
+                place = f"environment_factory[{name!r}]" if self.named else "environment_factory"
+                raise refusal("environment_factory/call", place=place, make=make, kind=type(make).__name__)
         offered = listed_tools(tools)
         self._pools = {name: _Pool(_maker(offered, make)) for name, make in factories.items()}
         probed = [pool.take() for pool in self._pools.values()]
@@ -231,15 +235,6 @@ def _listed(given: Any) -> list[Any]:
     if given is None:
         return []
     return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _check_factories(factories: Mapping[Any, Any], *, named: bool) -> None:
-    refusal.when(not factories, "environment_factory/empty")
-    for name, make in factories.items():
-        if callable(make) or (make is None and not named):
-            continue
-        place = f"environment_factory[{name!r}]" if named else "environment_factory"
-        raise refusal("environment_factory/call", place=place, make=make, kind=type(make).__name__)
 
 
 def _maker(tools: Sequence[Tool], make: EnvironmentFactory | None) -> Callable[[], Environment]:
