@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 
-from memsafe_rl.errors import MemsafeError, texts_beside
+from memsafe_rl.errors import texts_beside
 from memsafe_rl.hub import places_for
 from memsafe_rl.preflight import refusal
 
@@ -55,19 +55,14 @@ def config_for(model: str, role: str = "model", *, trust_remote_code: bool = Fal
             model, trust_remote_code=trust_remote_code, **places_for(model, **places)
         )
     except _UNREADABLE as error:
-        raise _no_config(model, role, error) from error
+        if model and Path(model).exists():
+            reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+            raise refusal("config/read", role=role, model=model, kind=type(error).__name__, reason=reason) from error
+        alike = difflib.get_close_matches(_short(model), map(_short, FAMILIES), n=3, cutoff=0.75)
+        near = [name for name in FAMILIES if _short(name) in alike]
+        told = f"; near to it are {', '.join(near)}" if near else f", such as {', '.join(list(FAMILIES)[:3])}"
+        raise refusal("config/unknown", role=role, model=model, known=told) from error
     return config
-
-
-def _no_config(model: str, role: str, error: Exception) -> MemsafeError:
-    """Makes the error for a network whose config cannot be had: what is wrong with it, or which names are near."""
-    if model and Path(model).exists():
-        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-        return refusal("config/read", role=role, model=model, kind=type(error).__name__, reason=reason)
-    alike = difflib.get_close_matches(_short(model), map(_short, FAMILIES), n=3, cutoff=0.75)
-    near = [known for known in FAMILIES if _short(known) in alike]
-    known = f"; near to it are {', '.join(near)}" if near else f", such as {', '.join(list(FAMILIES)[:3])}"
-    return refusal("config/unknown", role=role, model=model, known=known)
 
 
 def _short(name: str) -> str:
