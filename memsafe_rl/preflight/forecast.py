@@ -112,7 +112,9 @@ def forecast_memory(
     config = _config_of_forecast(args if args is not None else GRPOConfig(report_to="none"), device, ranks)
     shared = SharedState(read_sharding(sharding, ranks), ranks)
     run = partial(DryRun, config, device, total, shared, policy=memory_policy, speed=speed)
-    properties = _properties(device, card)
+    properties: Any = None if card is None else multiprocessors_of(card)
+    if card is None and device == "cuda" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties()  # of the one at hand; asking it makes a CUDA context
     cuda = about_cuda(properties) if device == "cuda" else ()
     if not isinstance(model, str):
         if processing_class is not None or prompt_tokens is not None or quantization_config is not None:
@@ -138,13 +140,6 @@ def forecast_memory(
         told = (dry.about_prompts, network.assumption, *cuda, *rewards)
     assumptions = (*shared.sentences(), *told, *(() if args is None else _about_engines(args)))
     return replace(found, seconds=time.perf_counter() - started, assumptions=assumptions)
-
-
-def _properties(device: str, card: str | None) -> Any:
-    """Returns what CUDA says of a card: of a named one, else of the one at hand; asking it makes a CUDA context."""
-    if card is not None:
-        return multiprocessors_of(card)
-    return torch.cuda.get_device_properties() if device == "cuda" and torch.cuda.is_available() else None
 
 
 def _about_engines(args: TrainerConfig) -> tuple[str, ...]:
