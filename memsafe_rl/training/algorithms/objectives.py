@@ -153,7 +153,7 @@ class Combiner:
     ) -> dict[str, float]:
         """Merges the gradients of objectives that are there, having scored a counted action; returns what is logged."""
         repeat, config = setup.recovery.repeat, setup.config
-        gram = setup.parallel.gather([repeat(Stage.MERGE, _plain_gram, gradients)])[0]  # the same everywhere
+        gram = setup.parallel.gather([repeat(Stage.MERGE, gram_matrix, gradients).tolist()])[0]  # the same everywhere
         weights = [objective.weight for objective in self._objectives]
         coefficients = repeat(Stage.MERGE, _coefficients, gram, weights, config, step, there)
         add_up(gradients, coefficients, repeat(Stage.MERGE, exact_factors, gradients[-1], coefficients[-1]))
@@ -171,11 +171,6 @@ class Combiner:
         if any(own.settings.beta == 0 for own in terms.objectives):
             metrics.pop("kl", None)  # would be that of some rows only
         return metrics
-
-
-def _plain_gram(gradients: Sequence[Sequence[Tensor]]) -> list[list[float]]:
-    plain: list[list[float]] = gram_matrix(gradients).tolist()
-    return plain
 
 
 def _coefficients(
