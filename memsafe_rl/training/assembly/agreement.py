@@ -22,8 +22,10 @@ _LOOKS = 16
 def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
     """Gives all ranks the main rank's trained weights, and refuses ranks that differ in anything else."""
     trained = [weight for weight in setup.trained.parameters() if weight.requires_grad]
+    values, known = setup.config.to_dict(), setup.config.declared
+    shared = [name for name in values if name not in _OWN and known[name].group != "Log"]
     facts: dict[tuple[str, str], str] = {
-        **{("setting", name): _text(value) for name, value in _shared_settings(setup).items()},
+        **{("setting", name): _text(values[name]) for name in shared},
         ("weights", "trained weights"): f"{len(trained)} {_hash(str([weight.shape for weight in trained]))}",
         ("prompts", "train_dataset"): _prompts(setup.source),
     }
@@ -36,11 +38,6 @@ def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
             other = theirs.get((kind, name))
             refusal.when(other != ours, f"ranks/{kind}", name=name, ours=ours, theirs=other, rank=rank)
     ranks.spread(trained)
-
-
-def _shared_settings(setup: TrainingSetup) -> dict[str, Any]:
-    values, known = setup.config.to_dict(), setup.config.declared
-    return {name: value for name, value in values.items() if name not in _OWN and known[name].group != "Log"}
 
 
 def _text(value: Any) -> str:
