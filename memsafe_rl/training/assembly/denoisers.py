@@ -58,7 +58,15 @@ class Denoisers(ModelFactory):
         refusal.when(processing_class is not None, "denoiser/processing_class", kind=type(processing_class).__name__)
         _refuse_what_is_for_tokens(config)
         self._config, self._policy = config, policy_of(model)
-        _take_steps(config, self._policy.num_inference_steps)
+        steps = self._policy.num_inference_steps
+        if config.max_completion_length not in (config.declared["max_completion_length"].default, steps):
+            logger.warning(
+                "max_completion_length is %d, but a chain of this DiffusionPolicy has %d steps (num_inference_steps): "
+                "the setting is without effect",
+                config.max_completion_length,
+                steps,
+            )
+        config.max_completion_length = steps  # a chain is a row
         check_separable(config.loss_settings())
         self.reader: PromptReader = ConditionReader(self._policy)
 
@@ -157,18 +165,6 @@ def _digest(parts: Iterable[Tensor]) -> str:
         plain = part.detach().cpu()
         digest.update((plain if plain.dtype == torch.float64 else plain.float()).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _take_steps(config: TrainerConfig, steps: int) -> None:
-    """Makes the steps of a chain the length of a row, and says so where another length was asked for."""
-    if config.max_completion_length not in (config.declared["max_completion_length"].default, steps):
-        logger.warning(
-            "max_completion_length is %d, but a chain of this DiffusionPolicy has %d steps (num_inference_steps): the "
-            "setting is without effect",
-            config.max_completion_length,
-            steps,
-        )
-    config.max_completion_length = steps
 
 
 register_model_family(ModelFamily("diffusion policy", Denoisers, lambda model: isinstance(model, DiffusionPolicy)))
