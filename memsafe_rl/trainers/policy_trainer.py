@@ -61,6 +61,19 @@ def _settable(get: Callable[[Any], Any], change: Callable[[Any, Any], None], doc
     return property(get, change, doc=doc)
 
 
+def _moving(place: int, name: str, doc: str) -> Any:
+    """Makes an attribute of one of the two that move weights: as it was passed or set, else as the committer has it."""
+
+    def change(trainer: PolicyTrainer, value: Any) -> None:
+        given = list(trainer._loop.optimizers)
+        given[place] = value
+        trainer._loop.optimizers = given_optimizers(given)
+
+    return property(
+        lambda one: one._loop.optimizers[place] or getattr(one.setup.committer, name, None), change, doc=doc
+    )
+
+
 def _set_reward_weights(trainer: PolicyTrainer, weights: Any) -> None:
     trainer.rewards.weights = weights_for(len(trainer.rewards.weights), weights)
 
@@ -390,25 +403,10 @@ class PolicyTrainer:
         attrgetter("_eval_dataset"), _set_eval_dataset, "The evaluation prompts, as they were passed or set."
     )
 
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer that was passed or set, or the one that `train` made."""
-        committer = self.setup.committer
-        return self._loop.optimizers[0] or (None if committer is None else committer.optimizer)
-
-    @optimizer.setter
-    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        self._loop.optimizers = given_optimizers((optimizer, self._loop.optimizers[1]))
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The learning-rate schedule that was passed or set, or the one that `train` made."""
-        committer = self.setup.committer
-        return self._loop.optimizers[1] or (None if committer is None else committer.scheduler)
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
-        self._loop.optimizers = given_optimizers((self._loop.optimizers[0], scheduler))
+    optimizer: Any = _moving(0, "optimizer", "The optimizer that was passed or set, or the one that `train` made.")
+    lr_scheduler: Any = _moving(
+        1, "scheduler", "The learning-rate schedule that was passed or set, or the one that `train` made."
+    )
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of transformers' `TrainerCallback` form."""
