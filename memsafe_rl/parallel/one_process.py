@@ -53,6 +53,9 @@ class OneProcess:
     def fail(self, reason: str) -> None:
         """Informs nobody."""
 
+    def rejoin(self) -> None:
+        """Returns at once: nobody has left."""
+
     def local_bytes(self, component: Component, size_bytes: int) -> int:
         """Divides the bytes by the ranks that share the component, rounded up."""
         return -(-size_bytes // self.parts.get(component, 1))

@@ -190,10 +190,13 @@ class Replicas:
         self._reason[:] = reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         try:
             self._exchange(_FAILED, has_failed=True)
-            if set(self._word[1:]) == {_FAILED}:  # all of them, so that none is ahead of another
-                self._ended = None
         except RuntimeError as error:
             logger.warning("rank %d could not tell the other ranks why it ended: %s", self.rank, error)
+
+    def rejoin(self) -> None:
+        """Lets ranks go on that have all failed in one exchange, where none is ahead of another."""
+        if set(self._word[1:]) == {_FAILED}:
+            self._ended = None
 
     @contextmanager
     def _collective(self, size: int = 0) -> Iterator[tuple[int, ...]]:

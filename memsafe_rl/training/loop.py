@@ -74,6 +74,7 @@ def between_runs(setup: TrainingSetup) -> Iterator[None]:
     except BaseException as error:
         setup.shards.finish_round(setup.recovery.repeat)
         setup.parallel.fail(f"{type(error).__name__}: {error}")
+        setup.parallel.rejoin()
         raise
     finally:
         if setup.environments is not None:
