@@ -17,6 +17,7 @@ from memsafe_rl.hub import loading_places_for, read_tokenizer
 from memsafe_rl.rewards.refusals import refusal, unusable
 from memsafe_rl.rewards.registry import REWARD_FACTORIES, REWARD_FUNCTIONS
 
+_TABLES_OF_POSITIONS = ("wpe", "position_embeddings", "embed_positions")
 _PADDED = ("input_ids", "attention_mask", "token_type_ids")
 
 
@@ -44,11 +45,7 @@ def reward_model_name(model: nn.Module) -> str:
 def _positions_of(model: nn.Module) -> int | None:
     """Returns the longest row that a table of absolute positions has numbers for; None where there is no such table."""
     for name, part in model.named_modules():
-        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in (
-            "wpe",
-            "position_embeddings",
-            "embed_positions",
-        ):
+        if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _TABLES_OF_POSITIONS:
             kept_for_padding = getattr(part, "offset", 0 if part.padding_idx is None else part.padding_idx + 1)
             return part.num_embeddings - int(kept_for_padding)
     return None
@@ -69,6 +66,7 @@ class RewardModel:
         self.model = model
         self.name = reward_model_name(model)
         self.tokenizer = self._own_tokenizer(revision, trust_remote_code) if tokenizer is None else tokenizer
+        self._positions = _positions_of(model)
         self._may_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
         if self.tokenizer.pad_token_id is None:
@@ -84,9 +82,8 @@ class RewardModel:
         lengths = [len(ids) for ids in encoded["input_ids"]]
         if 0 in lengths:
             raise unusable("model/row", row=lengths.index(0), name=self.name)
-        longest, limit = max(lengths), _positions_of(self.model)
-        if limit is not None and longest > limit:
-            raise unusable("model/long", name=self.name, tokens=longest, positions=limit)
+        if self._positions is not None and max(lengths) > self._positions:
+            raise unusable("model/long", name=self.name, tokens=max(lengths), positions=self._positions)
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         rewards_B = torch.empty(len(lengths))
         self.model.eval()

@@ -69,8 +69,8 @@ def _moving(place: int, name: str, doc: str) -> Any:
         given[place] = value
         trainer._loop.optimizers = given_optimizers(given)
 
-    return property(
-        lambda one: one._loop.optimizers[place] or getattr(one.setup.committer, name, None), change, doc=doc
+    return _settable(
+        lambda trainer: trainer._loop.optimizers[place] or getattr(trainer.setup.committer, name, None), change, doc
     )
 
 
