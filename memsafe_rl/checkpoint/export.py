@@ -16,14 +16,17 @@ import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftConfig, PeftModel, load_peft_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoProcessor, TrainerCallback
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
 from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
 from memsafe_rl.diagnostics.run_figures import read_run, run_figures
-from memsafe_rl.errors import kind_and_line
+from memsafe_rl.diagnostics.status import STATUS_FILE
+from memsafe_rl.errors import first_line, kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.models.vision.processors import processor_for
 from memsafe_rl.records import RUN_FILE, read_json
 from memsafe_rl.units import format_bytes
 
@@ -157,20 +160,24 @@ _OF_PEFT = {_ADAPTER, _CARD, "adapter_model.safetensors"}
 _EMPTY, _OURS = "[More Information Needed]", "<!-- memsafe_rl writes this card; remove this line to keep changes. -->"
 
 
-def export(source: str, target: str, dtype: str | None) -> Path:
+def export(source: str, target: str, dtype: str | None, *, trust_remote_code: bool = False) -> Path:
     """Writes a run's final model, else its latest checkpoint, or a checkpoint; adapters are merged in float32."""
     out, given = Path(target), Path(source)
     places = [given, *reversed(checkpoints(given))] if given.is_dir() else []
+    if (read_json(given / STATUS_FILE) or {}).get("state", "finished") != "finished":
+        places = [*places[1:], *places[:1]]  # a model there would be of a run before it was resumed
     folder = next((place for place in places if (place / _CONFIG).is_file() or _adapter_in(place)), None)
     if folder is None:
         raise refusal("export/weights", folder=str(given), adapter=_ADAPTER, config=_CONFIG)
     refusal.when(out.exists() and (not out.is_dir() or any(out.iterdir())), "export/target", target=target)
     try:
-        (config, model, base), processor = _loaded(folder), AutoProcessor.from_pretrained(folder)
+        config, model, base = _loaded(folder, trust_remote_code=trust_remote_code)
+        own = {"trust_remote_code": trust_remote_code}
+        processor = processor_for(str(folder), None, config, **own) or AutoTokenizer.from_pretrained(folder, **own)
         model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
         processor.save_pretrained(out)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise refusal("export/failed", folder=str(folder), reason=str(error).splitlines()[0].rstrip(".")) from error
+        raise refusal("export/failed", folder=str(folder), reason=first_line(error).rstrip(".")) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
 
@@ -182,23 +189,43 @@ def _adapter_in(folder: Path) -> Path | None:
     return folder if (folder / _ADAPTER).is_file() else next(alone, None)
 
 
-def _loaded(folder: Path) -> tuple[Any, Any, str]:
+def _loaded(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any, str]:
     """Returns the network's config, the network, and the name of what it was trained from; unknown where empty."""
-    adapter = _adapter_in(folder)
+    adapter, own = _adapter_in(folder), dict[str, Any](trust_remote_code=trust_remote_code)
     if adapter is None:
-        config = AutoConfig.from_pretrained(folder)
-        return config, auto_class_of(config).from_pretrained(folder, dtype="auto"), ""
-    base = str(PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+        config = AutoConfig.from_pretrained(folder, **own)
+        return config, auto_class_of(config).from_pretrained(folder, dtype="auto", **own), ""
+    peft_config, settings = PeftConfig.from_pretrained(adapter), _run_of(folder)[1].get("config", {})
+    base, own = str(peft_config.base_model_name_or_path), {**own, "revision": peft_config.revision or "main"}
+    refusal.when("'subfolder'" in settings.get("model_init_kwargs", ""), "export/subfolder", folder=folder, base=base)
     try:
-        config = AutoConfig.from_pretrained(base, **places_for(base))
-        model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32))
+        config = AutoConfig.from_pretrained(base, **places_for(base, **own))
+        model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32, **own))
     except OSError as error:
         raise refusal("export/base", folder=str(folder), base=base) from error
-    name = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
-    embedding = load_peft_weights(str(adapter), device="cpu").get(f"base_model.model.{name}.weight")
-    if embedding is not None and len(embedding) != len(model.get_input_embeddings().weight):
-        model.resize_token_embeddings(len(embedding))  # trained with a larger vocabulary than the base's
+    weights, embedding = load_peft_weights(str(adapter), device="cpu"), model.get_input_embeddings()
+    names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
+    own_rows = weights.get(f"{names[embedding]}.weight")
+    if own_rows is not None and len(own_rows) != len(embedding.weight):
+        model.resize_token_embeddings(len(own_rows))  # trained with a larger vocabulary than the base's
+    layers = tuple(f"{names[layer]}.lora_" for layer in (embedding, model.get_output_embeddings()) if layer is not None)
+    if any(name.startswith(layers) for name in weights) and not getattr(peft_config, "ensure_weight_tying", False):
+        _untie(model, folder)
     return config, PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(), base
+
+
+def _untie(model: Any, folder: Path) -> None:
+    """Gives the head weights of its own: what an adapter of it or of the embedding adds would be in both."""
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        refusal.when(model.config.is_encoder_decoder, "export/tied", folder=str(folder))  # which tie them as they load
+        head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.detach().clone()), False
+
+
+def _run_of(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """Finds the folder of the run that wrote a model or a checkpoint, and what it says of the run."""
+    run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
+    return run_folder, {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
 
 
 def fill_card(folder: Path, run_folder: Path) -> None:
@@ -210,8 +237,7 @@ def fill_card(folder: Path, run_folder: Path) -> None:
 
 def _card(folder: Path, base: str, name: str, library: str = "transformers") -> ModelCard:
     """Writes a model card from what the run has recorded."""
-    run_folder = next((place for place in (folder, folder.parent) if (place / RUN_FILE).is_file()), None)
-    run: Mapping[str, Any] = {} if run_folder is None else read_json(run_folder / RUN_FILE) or {}
+    run_folder, run = _run_of(folder)
     facts = {"data": run.get("data", ""), **run.get("facts", {})}
     base = base or facts.get("model", "")
     if run_folder is not None:

@@ -375,6 +375,7 @@ def export(
     source: Annotated[str, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run's output_dir, or a checkpoint.")],
     target: Annotated[str, typer.Argument(metavar="OUT", help="A new folder.")],
     dtype: Annotated[str | None, option("dtype of export")] = None,
+    trust_remote_code: Annotated[bool, option("trust_remote_code of export", "--trust-remote-code")] = False,
 ) -> None:
     """Write a run's weights as one folder that transformers and vLLM load: adapter merged, with a model card.
 
@@ -384,4 +385,5 @@ def export(
         if dtype is not None:
             check_choice("--dtype", dtype, ("float32", "bfloat16", "float16"))
         refusal.when(not Path(source).is_dir(), "export", source=source)
-        typer.echo(str(command("export", "checkpoint").export(source, target, dtype)))
+        chosen = {"trust_remote_code": trust_remote_code}
+        typer.echo(str(command("export", "checkpoint").export(source, target, dtype, **chosen)))

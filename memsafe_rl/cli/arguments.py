@@ -161,7 +161,7 @@ def read_run_file(path: Path) -> dict[str, Any]:
         raise refusal("run_file/line", path=path, error=error, where=where) from None
     except ConfigError:
         raise
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (OSError, yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
         raise refusal("run_file/text", path=path, reason=" ".join(str(error).split())) from None
     refusal.when(not isinstance(content, dict), "run_file/mapping", path=path, kind=type(content).__name__)
     return {str(name).replace("-", "_"): value for name, value in content.items()}

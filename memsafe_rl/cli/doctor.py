@@ -125,7 +125,7 @@ def read_launch_file(path: Path) -> object:
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise refusal("accelerate/text", path=path, reason=" ".join(str(error).split())) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,9 +59,10 @@ def init(request: RunRequest, card: NamedCard, output: Path, console: Console) -
         console.print(f"Forecasting {way} ...", highlight=False)
         found, more = plan(wish(asked, card=card), console if console.is_terminal else None, find=False)
         if found.fits:
-            again = f"memsafe-rl plan {output} --gpu {format_bytes(card.total_bytes).replace(' ', '')}"
+            quoted = shlex.quote(str(output))
+            again = f"memsafe-rl plan {quoted} --gpu {format_bytes(card.total_bytes).replace(' ', '')}"
             output.write_text("".join(_written(asked, [_headline(asked, way, found, more), again])), encoding="utf-8")
-            for line in (found.sentence(), f"written: {output}", f"train: memsafe-rl train {output}"):
+            for line in (found.sentence(), f"written: {output}", f"train: memsafe-rl train {quoted}"):
                 console.print(line, soft_wrap=True, highlight=False, markup=False)  # to be copied
             return
     reason = found.sentence().partition(". ")[0]

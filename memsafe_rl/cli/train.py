@@ -29,7 +29,7 @@ from memsafe_rl.checkpoint.run_folder import check_earlier, check_writable, refu
 from memsafe_rl.cli.arguments import FILE_TYPES, RunFields, RunRequest, check_quantization, lora_rank, refusal, unusable
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.declaring import check_known, unknown
-from memsafe_rl.errors import ConfigError, DataError
+from memsafe_rl.errors import ConfigError, DataError, first_line
 from memsafe_rl.hub import places_for
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.loading import auto_class_of
@@ -161,7 +161,10 @@ def adapter(given: Any) -> LoraConfig | None:
         return None
     if isinstance(given, Mapping):
         check_known(given, [field.name for field in fields(LoraConfig)], "field of peft")
-        return LoraConfig(**({"task_type": "CAUSAL_LM"} | dict(given)))
+        try:
+            return LoraConfig(**({"task_type": "CAUSAL_LM"} | dict(given)))
+        except (ValueError, TypeError, ImportError) as error:
+            raise refusal("peft/values", given=dict(given), reason=first_line(error)) from error
     r = lora_rank(str(given))
     return LoraConfig(r=r, lora_alpha=2 * r, target_modules="all-linear", task_type="CAUSAL_LM")
 

@@ -177,7 +177,7 @@ _FEW = 40  # names that an error lists; there are hundreds of settings
 def unknown(name: object, names: Iterable[str], what: str = "setting", *, also: Iterable[str] = ()) -> ConfigError:
     """Makes the error for a name that is not known."""
     known = list(names)
-    everything = ", ".join(known) if len(known) < _FEW else "see `memsafe-rl train --help`"
+    everything = "see `memsafe-rl train --help`" if what == "setting" and len(known) >= _FEW else ", ".join(known)
     hint = did_you_mean(str(name), [*known, *also]) or f" What there is: {everything}."
     return ConfigError(f"There is no {what} {name!r}.{hint}")
 

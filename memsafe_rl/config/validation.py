@@ -134,6 +134,8 @@ def _fill_evaluation(config: TrainerConfig) -> None:
 
 def _fill_rest(config: TrainerConfig) -> None:
     refusal.when(config.max_steps == 0, "max_steps")
+    weights = config.reward_weights
+    refusal.when(config.dynamic_sampling and weights and not any(weights), "dynamic_sampling/weights", weights=weights)
     for name, default in (("output_dir", "trainer_output"), ("allow_lossy", ())):
         if getattr(config, name) is None:
             config.fill(name, default)

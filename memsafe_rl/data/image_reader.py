@@ -168,7 +168,7 @@ class ImagePromptReader(PromptReader):
         tokenizer = self._text.tokenizer
         try:
             spans = [self._family.tokens(self._image_processor, tokenizer, self._config, size) for size in sizes]
-        except ValueError as error:  # such as a strip two hundred times as long as wide
+        except (ValueError, ZeroDivisionError) as error:  # such as a strip two hundred times as long as wide
             raise unusable("images/sizes", sizes=list(sizes), error=error) from error
         queue = iter(spans)
         return [token for one in row for token in (next(queue) if one == self._placeholder else [one])]
@@ -242,15 +242,16 @@ def filled(prompt: Any) -> Any:
     return with_image_parts(prompt, lambda part: {**part, "image": opened(part["image"])})
 
 
-_PHOTOS = ("JPEG", "MPO", "WEBP", "TIFF")  # formats of cameras, whose heads say how an image is to be turned
-_ORIENTATION = 0x0112  # the tag that says so; above 4 on its side, as datasets and transformers read it
+_ORIENTATION = (
+    0x0112  # the tag for how an image is to be turned; above 4 on its side, as datasets and transformers have it
+)
 
 
 def opened(image: Any) -> Any:
     """Reads an image of Pillow, a path, bytes, a mapping of these as datasets store it, or an array (H, W, 3) uint8."""
     with _open(image) as found:
         found.load()
-        if found is not image and found.format in _PHOTOS:
+        if found is not image:
             from PIL import ImageOps
 
             ImageOps.exif_transpose(found, in_place=True)
@@ -260,7 +261,7 @@ def opened(image: Any) -> Any:
 def size_of(image: Any) -> tuple[int, int]:
     """Returns the height and width of an image, as `opened` takes it; of a file only the head is read."""
     with _open(image) as found:
-        turned = found is not image and found.format in _PHOTOS and found.getexif().get(_ORIENTATION, 1) > 4
+        turned = found is not image and found.getexif().get(_ORIENTATION, 1) > 4
         return (found.width, found.height) if turned else (found.height, found.width)
 
 

@@ -362,8 +362,9 @@ def columns_of(dataset: Dataset | IterableDataset) -> list[str]:
 
 
 def holds_text_alone(dataset: Any) -> bool:
-    """Whether no prompt of a dataset can hold an image, by the types of its columns; of a stream nobody knows."""
-    features = (dataset.features or {}) if isinstance(dataset, Dataset) else {}
+    """Whether no prompt can hold an image, by the types of columns, which streams and transforms do not tell."""
+    known = isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+    features = (dataset.features or {}) if known else {}
     prompt = features.get("prompt")
     turn = getattr(prompt, "feature", prompt)
     said = turn.get("content") if isinstance(turn, Mapping) else turn

@@ -408,15 +408,15 @@ class Collector:
         """Replaces groups whose rewards are all equal by fresh prompts, up to the limit (DAPO's dynamic sampling)."""
         if not self._config.dynamic_sampling:
             return samples, consumed
-        wanted = len(samples.prompts.ids)
+        wanted, paid_F = len(samples.prompts.ids), [weight != 0 for weight in self._setup.rewards.weights]
         for _ in range(self._config.dynamic_sampling_max_rounds):
-            if self._repeat(_flat_groups, samples).count(False) >= wanted:
+            if self._repeat(_flat_groups, samples, paid_F).count(False) >= wanted:
                 break
             prompts = self._read(state.cursor.position + consumed, wanted)
             fresh = self._rewarded(*self._draw(self._groups(prompts, state, first=consumed), state))
             consumed += wanted
             samples = self._repeat(samples.joined, fresh)
-        return self._repeat(_useful_groups, samples, wanted), consumed
+        return self._repeat(_useful_groups, samples, paid_F, wanted), consumed
 
     def _advantages(self, samples: Samples) -> AdvantageResult:
         rewards, settings = self._setup.rewards, dict[str, Any](self._settings.advantages)
@@ -488,13 +488,13 @@ def _completed(masks: Sequence[Any], completions: Sequence[Completion]) -> tuple
     return tuple(ones if mask is None else mask for ones, mask in zip(whole, masks, strict=True))
 
 
-def _flat_groups(samples: Samples) -> list[bool]:
-    """Returns for each group whether its rewards are all equal."""
-    flat: list[bool] = zero_spread_groups(samples.rewards_BF, samples.group_size).tolist()
+def _flat_groups(samples: Samples, paid_F: Sequence[bool]) -> list[bool]:
+    """Returns for each group whether its rewards are all equal, those that are only logged left out."""
+    flat: list[bool] = zero_spread_groups(samples.rewards_BF * torch.tensor(paid_F), samples.group_size).tolist()
     return flat
 
 
-def _useful_groups(samples: Samples, count: int) -> Samples:
+def _useful_groups(samples: Samples, paid_F: Sequence[bool], count: int) -> Samples:
     """Takes the first groups whose rewards differ, and where they are too few, the first of the others."""
-    flat = _flat_groups(samples)
+    flat = _flat_groups(samples, paid_F)
     return samples.groups(sorted(range(len(flat)), key=flat.__getitem__)[:count])

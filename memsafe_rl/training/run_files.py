@@ -266,8 +266,9 @@ class RunFiles:
 
 def resume_command(config: TrainerConfig) -> str:
     """Returns what resumes the run from its latest checkpoint: the command it was started with, or a call."""
-    command = shlex.join([name := Path(sys.argv[0]).name, *sys.argv[1:]])
-    if name == "memsafe-rl":
+    place = Path(sys.argv[0])
+    if place.name == "memsafe-rl" or place.parts[-2:] == ("memsafe_rl", "__main__.py"):
+        command = shlex.join(["memsafe-rl", *sys.argv[1:]])
         return (
             command
             if "--resume-from-checkpoint" in command.replace("_", "-")

@@ -123,7 +123,7 @@ class Scorer:
         """Lays zeros where `with_sources` would lay what an encoder makes of the prompts."""
         if not self.keeps_sources:
             return trajectory
-        dtype = self._config.autocast_dtype or next(self.adapter.model.parameters()).dtype
+        dtype = next(self.adapter.model.parameters()).dtype  # their last norm gives it under autocast, too
         with host_memory():
             room = torch.zeros(len(trajectory.conditions.flat), self.adapter.geometry.hidden_size, dtype=dtype)
             return replace(trajectory, sources=Ragged(room, trajectory.conditions.lengths))

@@ -70,10 +70,12 @@ def test_an_adapter_is_trained_where_all_weights_do_not_fit_and_what_is_missing_
 ) -> None:
     monkeypatch.setattr("memsafe_rl.cli.init.sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     result = init(
-        *SHORT, "--gpu", "3MiB", "-o", "small.yaml", answers="models/m\np.jsonl\nmine:f,think_format_reward\n"
+        *SHORT, "--gpu", "3MiB", "-o", "my run.yaml", answers="models/m\np.jsonl\nmine:f,think_format_reward\n"
     )
     assert result.exit_code == 0, result.output
-    entries = yaml.safe_load(Path("small.yaml").read_text())
+    assert "train: memsafe-rl train 'my run.yaml'" in result.output
+    assert "# memsafe-rl plan 'my run.yaml' --gpu" in Path("my run.yaml").read_text()
+    entries = yaml.safe_load(Path("my run.yaml").read_text())
     assert (entries["peft"], entries["learning_rate"]) == ("lora:16", 1e-5)
     assert (entries["model"], entries["dataset"], entries["reward_funcs"]) == (
         "models/m",

@@ -20,7 +20,8 @@ from memsafe_rl.models.language.seq2seq import Seq2SeqAdapter
 from memsafe_rl.preflight.synthetic import lay_down
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.gradient import StepTerms, accumulate_gradient
-from memsafe_rl.types import Denominators, LossSettings, Phase, UpdatePlan
+from memsafe_rl.training.scorer import Scorer
+from memsafe_rl.types import Denominators, LossSettings, Phase, Trajectory, UpdatePlan
 from tests.models.helpers import exact_norms
 from tests.tiny import tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, relative, rewire, weights
@@ -324,6 +325,19 @@ def test_an_encoder_with_an_adapter_on_it_is_not_kept(tmp_path: Path) -> None:
     assert make_trainer(tmp_path / "b", model=frozen_t5(), num_iterations=2).loop.collector.scorer.keeps_sources
     with_dropout = make_trainer(tmp_path / "c", model=frozen_t5(), num_iterations=2, disable_dropout=False)
     assert not with_dropout.loop.collector.scorer.keeps_sources
+
+
+def test_room_for_what_an_encoder_says_is_of_its_size_in_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, room, read = Scorer.with_sources, [], []
+
+    def noted(scorer: Scorer, trajectory: Trajectory) -> Trajectory:
+        room.append(scorer.with_room_for_sources(trajectory).sources.flat)
+        read.append((found := known(scorer, trajectory)).sources.flat)
+        return found
+
+    monkeypatch.setattr(Scorer, "with_sources", noted)
+    make_trainer(tmp_path, model=frozen_t5(), num_iterations=2, bf16=True, max_steps=1).train()
+    assert [one.nbytes for one in room] == [one.nbytes for one in read] != []
 
 
 def test_a_critic_that_shares_weights_is_refused(tmp_path: Path) -> None:

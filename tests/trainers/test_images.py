@@ -10,11 +10,15 @@ import pytest
 import torch
 from datasets import Dataset, Image
 from peft import LoraConfig
+from PIL import Image as Pillow
 from torch import Tensor
+from transformers import Idefics3Processor
+from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
 
 from examples import count_squares
 from memsafe_rl import ConfigError, DataError, GRPOConfig, PPOConfig, PPOTrainer, SimulatedMemory
+from memsafe_rl.data.image_reader import opened, size_of
 from memsafe_rl.data.prompts import images_of, with_images
 from memsafe_rl.rollout.native.sequences import key_tensor
 from memsafe_rl.types import Component, Phase, SequenceKey
@@ -229,6 +233,38 @@ def test_a_network_is_loaded_by_name_and_saved_with_its_processor(tmp_path: Path
     made.save_model(str(tmp_path / "saved"))
     again = make(tmp_path / "again", model=str(tmp_path / "saved"), processing_class=None)
     assert torch.equal(weights(again), weights(made))
+
+
+def test_images_that_a_transform_makes_are_seen(tmp_path: Path) -> None:
+    small().save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    shown = [picture(16, 16, seed) for seed in range(4)]
+    said = [{"prompt": [{"role": "user", "content": "w1"}], "goal": place} for place in range(4)]
+    data = Dataset.from_list(said).with_transform(
+        lambda batch: {**batch, "images": [[shown[goal]] for goal in batch["goal"]]}
+    )
+    made = make(tmp_path / "run", model=str(tmp_path / "model"), processing_class=None, train_dataset=data)
+    made.train()
+    assert made.state.global_step
+
+
+def test_the_processors_own_template_counts(tmp_path: Path) -> None:
+    known = processor("idefics3")
+    own = Idefics3Processor(known.image_processor, known.tokenizer, image_seq_len=4)
+    own.chat_template = "w9 " + known.tokenizer.chat_template
+    made = make(tmp_path, model=small("idefics3"), processing_class=own)
+    written = [{"role": "user", "content": "w4"}]
+    wanted = own.apply_chat_template(written, add_generation_prompt=True, tokenize=True)
+    assert made.setup.models.reader.ids([written]) == wanted
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_an_image_on_its_side_is_turned(tmp_path: Path, kind: str) -> None:
+    said = Pillow.Exif()
+    said[0x0112] = 6
+    picture(32, 16).save(tmp_path / "one", format=kind, exif=said)
+    assert opened(str(tmp_path / "one")).size == load_image(str(tmp_path / "one")).size == (16, 32)
+    assert size_of(str(tmp_path / "one")) == (32, 16)
 
 
 def pay_text(completions: list[Any], **_: Any) -> list[float]:

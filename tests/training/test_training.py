@@ -317,6 +317,17 @@ def test_dynamic_sampling_replaces_flat_groups_and_consumes_their_prompts(tmp_pa
     assert limited.loop.state.cursor.position == 6
 
 
+def test_dynamic_sampling_reads_rewards_that_count(tmp_path: Path) -> None:
+    """A function of weight 0 is for the log alone."""
+    settings = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 2, "max_steps": 1}
+    judged = {"reward_funcs": [lambda completions, **_: [1.0] * len(completions), count_digits]}
+    trainer = make_trainer(tmp_path, reward_weights=[1.0, 0.0], **judged, **settings)
+    trainer.train()
+    assert trainer.loop.state.cursor.position == 6
+    with pytest.raises(ConfigError, match=r"reward_weights are \[0.0, 0.0\]: with them all groups are equal"):
+        make_trainer(tmp_path / "b", reward_weights=[0.0, 0.0], **judged, **settings)
+
+
 def test_lora_trains_only_the_adapter_and_its_reference_is_the_base(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, peft_config=LORA, beta=0.1, max_steps=3)
     base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}

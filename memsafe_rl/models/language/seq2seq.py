@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -70,7 +70,11 @@ class Seq2SeqAdapter(LanguageAdapter):
         lm = language_model_of(model)
         refusal.when(not is_encoder_decoder(lm), "adapter/causal_lm", kind=type(lm).__name__)
         windows = layer_windows(decoder_config(lm))
-        if windows is None or lm.get_output_embeddings() is None:
+        heads = (
+            lm.get_output_embeddings(),
+            lm.get_decoder().get_output_embeddings(),
+        )  # a decoder with its own gives logits
+        if windows is None or heads[0] is None or heads[1] is not None:
             raise refusal("seq2seq/head", kind=type(lm).__name__)
         super().__init__(
             model, lm, pad_token_id=pad_token_id, routes=(Route.MASKED,), joins=True, reference_model=reference_model
@@ -205,12 +209,16 @@ class Seq2SeqAdapter(LanguageAdapter):
         lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
         if order != list(range(len(read.prompts))):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
-        output = self.lm.get_decoder()(
-            input_ids=pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device),
-            encoder_hidden_states=hidden_BLD,
-            encoder_attention_mask=self._mask(lengths),
-            use_cache=False,
-        )
+        ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device)
+        decoder, places_N = self.lm.get_decoder(), torch.arange(ids_BN.shape[1], device=self.device)
+        skips = getattr(getattr(decoder, "embed_positions", None), "padding_idx", None) is not None  # where it is drawn
+        with _own_positions(decoder, places_N, range(len(places_N))) if skips else nullcontext():
+            output = decoder(
+                input_ids=ids_BN,
+                encoder_hidden_states=hidden_BLD,
+                encoder_attention_mask=self._mask(lengths),
+                use_cache=False,
+            )
         return cast(Tensor, output[0])
 
     def _decoder_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[Tensor]:

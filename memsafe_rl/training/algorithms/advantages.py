@@ -429,7 +429,8 @@ def turn_advantages(config: GRPOConfig) -> GroupAdvantages:
 
 def _by_turn(config: GRPOConfig, trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:
     """Returns each token's episode advantage plus its turn's own; the last turn has the rest of the reward."""
-    compare = centred_in_group if config.scale_rewards == "none" else normalised_in_group
+    unscaled = config.scale_rewards == "none" or config.advantage_estimator in ("dr_grpo", "rloo")
+    compare = centred_in_group if unscaled else normalised_in_group
     lengths, played = trajectory.actions.lengths, trajectory.turns or ((),) * len(trajectory)
     turns: dict[int, list[tuple[int, Turn]]] = {}
     for row, sample in enumerate(trajectory.sample_of_row or range(len(trajectory))):

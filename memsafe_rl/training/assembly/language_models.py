@@ -235,8 +235,7 @@ def _image_reader(processor: Any, text: PromptTokenizer, facts: ModelFacts) -> I
         if isinstance(own, int) and isinstance(wanted, int) and own != wanted:
             raise refusal("images/processor", name=name, own=own, known=known, wanted=wanted)
     tokenizer = text.tokenizer
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     return ImagePromptReader(text, processor.image_processor, facts.config)
 
 
