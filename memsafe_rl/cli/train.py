@@ -103,8 +103,9 @@ def how_to_load(model: Any, folder: str) -> list[str]:
     kind = auto_class_of(model.config).__name__
     if not isinstance(model, PeftModel):
         return [f"load: {kind}.from_pretrained({folder!r})"]
-    base = model.peft_config[model.active_adapter].base_model_name_or_path
-    loaded = f"PeftModel.from_pretrained({kind}.from_pretrained({base!r}), {folder!r})"
+    config = model.peft_config[model.active_adapter]
+    base = repr(config.base_model_name_or_path) + (f", revision={config.revision!r}" if config.revision else "")
+    loaded = f"PeftModel.from_pretrained({kind}.from_pretrained({base}), {folder!r})"
     return [f"load: {loaded}", f"merge: {shlex.join(['memsafe-rl', 'export', folder, folder + '/merged'])}"]
 
 

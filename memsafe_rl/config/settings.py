@@ -380,7 +380,7 @@ class TrainerSettings(RunSettings):
         1, "Epochs K: passes over each rollout, rows reshuffled in every one.", low=1, also=("num_ppo_epochs",)
     )
     dynamic_sampling: bool = batch(
-        False, "Replace groups whose rewards are all equal, which have no gradient, by further prompts (DAPO)."
+        False, "Replace groups whose rewards, those of weight 0 left out, are all equal, by further prompts (DAPO)."
     )
     dynamic_sampling_max_rounds: int = batch(3, "Further draws per rollout at most.", low=1)
 
