@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftConfig, PeftModel, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
@@ -23,7 +26,7 @@ from memsafe_rl.checkpoint import refusal
 from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
 from memsafe_rl.diagnostics.run_figures import read_run, run_figures
 from memsafe_rl.diagnostics.status import STATUS_FILE
-from memsafe_rl.errors import first_line, kind_and_line
+from memsafe_rl.errors import ConfigError, first_line, kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
 from memsafe_rl.models.loading import auto_class_of
 from memsafe_rl.models.vision.processors import processor_for
@@ -165,7 +168,7 @@ def export(source: str, target: str, dtype: str | None, *, trust_remote_code: bo
     out, given = Path(target), Path(source)
     places = [given, *reversed(checkpoints(given))] if given.is_dir() else []
     if (read_json(given / STATUS_FILE) or {}).get("state", "finished") != "finished":
-        places = [*places[1:], *places[:1]]  # a model there would be of a run before it was resumed
+        places.sort(key=_written_at, reverse=True)  # the model there may be of the run before it was resumed
     folder = next((place for place in places if (place / _CONFIG).is_file() or _adapter_in(place)), None)
     if folder is None:
         raise refusal("export/weights", folder=str(given), adapter=_ADAPTER, config=_CONFIG)
@@ -176,10 +179,16 @@ def export(source: str, target: str, dtype: str | None, *, trust_remote_code: bo
         processor = processor_for(str(folder), None, config, **own) or AutoTokenizer.from_pretrained(folder, **own)
         model.to(config.dtype or torch.float32 if dtype is None else getattr(torch, dtype)).save_pretrained(out)
         processor.save_pretrained(out)
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise refusal("export/failed", folder=str(folder), reason=first_line(error).rstrip(".")) from error
     _card(folder, base, out.name).save(out / _CARD)
     return out
+
+
+def _written_at(place: Path) -> float:
+    return max((path.stat().st_mtime for path in (_adapter_in(place) or place).glob("*.safetensors")), default=0.0)
 
 
 def _adapter_in(folder: Path) -> Path | None:
@@ -197,27 +206,35 @@ def _loaded(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any, str]:
         return config, auto_class_of(config).from_pretrained(folder, dtype="auto", **own), ""
     peft_config, settings = PeftConfig.from_pretrained(adapter), _run_of(folder)[1].get("config", {})
     base, own = str(peft_config.base_model_name_or_path), {**own, "revision": peft_config.revision or "main"}
-    refusal.when("'subfolder'" in settings.get("model_init_kwargs", ""), "export/subfolder", folder=folder, base=base)
+    named = re.search("'subfolder': '[^']", settings.get("model_init_kwargs", ""))
+    refusal.when(named is not None, "export/subfolder", folder=str(folder), base=base)
     try:
         config = AutoConfig.from_pretrained(base, **places_for(base, **own))
         model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32, **own))
     except OSError as error:
         raise refusal("export/base", folder=str(folder), base=base) from error
-    weights, embedding = load_peft_weights(str(adapter), device="cpu"), model.get_input_embeddings()
-    names = {module: f"base_model.model.{name}" for name, module in model.named_modules()}
-    own_rows = weights.get(f"{names[embedding]}.weight")
-    if own_rows is not None and len(own_rows) != len(embedding.weight):
+    weights, layers = load_peft_weights(str(adapter), device="cpu"), _ends(model)
+    names = [f"base_model.model.{name}" for name, module in model.named_modules() if module in layers]
+    own_rows = next((weights[key] for key in map("".join, product(names, _ROWS)) if key in weights), None)
+    if own_rows is not None and len(own_rows) != len(layers[0].weight):
         model.resize_token_embeddings(len(own_rows))  # trained with a larger vocabulary than the base's
-    layers = tuple(f"{names[layer]}.lora_" for layer in (embedding, model.get_output_embeddings()) if layer is not None)
-    if any(name.startswith(layers) for name in weights) and not getattr(peft_config, "ensure_weight_tying", False):
-        _untie(model, folder)
-    return config, PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(), base
+    tuned = PeftModel.from_pretrained(model, str(adapter))
+    _untie(model, folder)
+    return config, tuned.merge_and_unload(), base
+
+
+_ROWS = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight")  # where PEFT keeps a whole embedding
+
+
+def _ends(model: Any) -> list[Any]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def _untie(model: Any, folder: Path) -> None:
-    """Gives the head weights of its own: what an adapter of it or of the embedding adds would be in both."""
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is model.get_input_embeddings().weight:
+    """Gives the head weights of its own, where an adapter of it or of the embedding would be merged into both."""
+    tuned = [isinstance(layer, BaseTunerLayer) for layer in _ends(model)]
+    embedding, head = (layer.get_base_layer() if own else layer for own, layer in zip(tuned, _ends(model), strict=True))
+    if any(tuned) and head is not None and head.weight is embedding.weight:
         refusal.when(model.config.is_encoder_decoder, "export/tied", folder=str(folder))  # which tie them as they load
         head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.detach().clone()), False
 

@@ -242,16 +242,15 @@ def filled(prompt: Any) -> Any:
     return with_image_parts(prompt, lambda part: {**part, "image": opened(part["image"])})
 
 
-_ORIENTATION = (
-    0x0112  # the tag for how an image is to be turned; above 4 on its side, as datasets and transformers have it
-)
+_PHOTOS = ("JPEG", "MPO", "WEBP", "TIFF")  # formats of cameras, whose heads say how an image is to be turned
+_ORIENTATION = 0x0112  # the tag that says so; above 4 on its side, as datasets and transformers read it
 
 
 def opened(image: Any) -> Any:
     """Reads an image of Pillow, a path, bytes, a mapping of these as datasets store it, or an array (H, W, 3) uint8."""
     with _open(image) as found:
         found.load()
-        if found is not image:
+        if found is not image and (found.format in _PHOTOS or "exif" in found.info):
             from PIL import ImageOps
 
             ImageOps.exif_transpose(found, in_place=True)
@@ -261,7 +260,8 @@ def opened(image: Any) -> Any:
 def size_of(image: Any) -> tuple[int, int]:
     """Returns the height and width of an image, as `opened` takes it; of a file only the head is read."""
     with _open(image) as found:
-        turned = found is not image and found.getexif().get(_ORIENTATION, 1) > 4
+        says = found.format in _PHOTOS or "exif" in found.info
+        turned = found is not image and says and found.getexif().get(_ORIENTATION, 1) > 4
         return (found.width, found.height) if turned else (found.height, found.width)
 
 

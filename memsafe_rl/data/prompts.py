@@ -257,6 +257,9 @@ class PromptReader(Protocol):
         """
 
 
+_MARK = "a text that no chat template has"
+
+
 @dataclass
 class PromptTokenizer(PromptReader):
     """Turns plain or conversational prompts into token ids."""
@@ -308,10 +311,13 @@ class PromptTokenizer(PromptReader):
     def _templated(self, prompts: Sequence[Any]) -> list[list[int]]:
         check_template(self.tokenizer)
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
+        text = {**how, "tokenize": False, "return_dict": False}
+        marked = [{**turn, "content": _MARK} for turn in prompts[0]]
         try:
+            if _MARK not in self.tokenizer.apply_chat_template(marked, **text):  # the template reads parts alone
+                prompts = [hollow(prompt, in_parts=True) for prompt in prompts]
             if self.spelled is not None:
-                how |= {"tokenize": False, "return_dict": False}
-                texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **how))
+                texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **text))
                 return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
             return list(self.tokenizer.apply_chat_template(list(prompts), **how)["input_ids"])
         except (TemplateError, TypeError, ValueError, LookupError) as error:

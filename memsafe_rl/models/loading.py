@@ -164,7 +164,7 @@ def load_model(
         if peft_config is not None:
             try:
                 with quiet_peft():
-                    trained = get_peft_model(base, peft_config, revision=arguments.get("revision"))
+                    trained = get_peft_model(base, copy.copy(peft_config), revision=arguments.get("revision"))
             except (ValueError, TypeError, LookupError, AttributeError, ImportError, NotImplementedError) as error:
                 kind, reason = type(peft_config).__name__, first_line(error)
                 raise refusal("peft_config/fit", kind=kind, model=type(base).__name__, reason=reason) from error

@@ -269,11 +269,8 @@ def resume_command(config: TrainerConfig) -> str:
     place = Path(sys.argv[0])
     if place.name == "memsafe-rl" or place.parts[-2:] == ("memsafe_rl", "__main__.py"):
         command = shlex.join(["memsafe-rl", *sys.argv[1:]])
-        return (
-            command
-            if "--resume-from-checkpoint" in command.replace("_", "-")
-            else f"{command} --resume-from-checkpoint true"
-        )
+        asked = "--resume-from-checkpoint" in command.replace("_", "-")
+        return command if asked else f"{command} --resume-from-checkpoint true"
     if config.resume_from_checkpoint in ("auto", "true"):
         return shlex.join([Path(sys.executable).name, *sys.argv])
     return "trainer.train(resume_from_checkpoint=True)"

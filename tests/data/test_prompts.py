@@ -286,3 +286,13 @@ def test_what_a_checkpoint_tells_runs_apart_by_does_not_move_a_stream() -> None:
         assert source.take(0, 2) == first
     assert len(read) == 42
     assert [row["prompt"] for row in source.take(0, 3)] == ["p0", "p1", "p2"]
+
+
+def test_a_template_that_reads_parts_alone_sees_texts() -> None:
+    tokenizer = tiny_tokenizer(chat=True)
+    shown = "{% for part in turn['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = "{% for turn in messages %}" + shown + "{% endfor %}"
+    read = PromptTokenizer(tokenizer, template_kwargs=None, limit=None, truncate=False)
+    texts = [[{"role": "user", "content": text}] for text in ("1+2=", "3+4=")]
+    parts = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in ("1+2=", "3+4=")]
+    assert read.ids(texts) == read.ids(parts) == [tokenizer(text)["input_ids"] for text in ("1+2=", "3+4=")]

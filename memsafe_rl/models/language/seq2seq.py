@@ -211,7 +211,8 @@ class Seq2SeqAdapter(LanguageAdapter):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
         ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device)
         decoder, places_N = self.lm.get_decoder(), torch.arange(ids_BN.shape[1], device=self.device)
-        skips = getattr(getattr(decoder, "embed_positions", None), "padding_idx", None) is not None  # where it is drawn
+        padding = getattr(getattr(decoder, "embed_positions", None), "padding_idx", None)
+        skips = padding not in (None, self.start_token_id)  # so that drawn padding would have no position
         with _own_positions(decoder, places_N, range(len(places_N))) if skips else nullcontext():
             output = decoder(
                 input_ids=ids_BN,
