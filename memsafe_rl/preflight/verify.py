@@ -186,12 +186,7 @@ def require_proof(loop: TrainingLoop) -> None:
 
 
 def verify_plan(loop: TrainingLoop) -> Verification:
-    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures.
-
-    All three gradients are of the completions that the chosen plan samples for the first prompts of the dataset, with
-    made-up advantages; reward functions are not called. The plain plan learns from all rows in one micro-batch, with
-    nothing recomputed or on the host. Where it does not fit, half of the chosen plan takes its place.
-    """
+    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures."""
     if loop.setup.committer is None:
         loop.make_optimizer()
     with untouched(loop.setup):
@@ -472,11 +467,8 @@ class _Comparison:
 
 def _tolerance(setup: TrainingSetup) -> tuple[float, str]:
     """Returns the largest difference that passes, and the coarsest type in which the network computes."""
-    config = setup.config
     kinds = {parameter.dtype for parameter in setup.model.parameters() if parameter.is_floating_point()}
-    kinds |= {torch.bfloat16} if config.bf16 else set()
-    kinds |= {torch.float16} if config.fp16 else set()
-    known = [kind for kind in TOLERANCES if kind in kinds]
+    known = [kind for kind in TOLERANCES if kind in kinds or kind is setup.config.autocast_dtype]
     coarsest = known[-1] if known else torch.float32
     name = str(coarsest).removeprefix("torch.")
     if getattr(setup.model, "is_loaded_in_8bit", False):
