@@ -147,10 +147,8 @@ class _Recipe:
     temperature: float
     tile: int
     with_entropy: bool
-    keeps_slopes: bool = False
-    """Whether forward keeps the gradient of log-probs with respect to hidden states."""
-    fixed_tiles: bool = False
-    """Whether log-probs are, to the bit, those that a draw gives of the same hidden states."""
+    keeps_slopes: bool = False  # whether forward keeps the gradient of log-probs with respect to hidden states
+    fixed_tiles: bool = False  # whether log-probs are, to the bit, those that a draw gives of the same hidden states
 
     @property
     def wide_dtype(self) -> torch.dtype:
