@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.models.module_state import replaced
 from memsafe_rl.preflight import refusal
 from memsafe_rl.types import Component, Phase
 
@@ -135,17 +136,14 @@ class Gathering:
     @contextmanager
     def reducing(self, each: bool) -> Iterator[None]:
         """Stands for the rounds of a step, which add up the gradients of each micro-batch, or all at their end."""
-        self._whole = None if each else {}
-        self._begin()
-        try:
+        with replaced([(self, "_whole", None if each else {})]):
+            self._begin()
             yield
             self._drop("root", "gradients", "buffer")
             for name, unit in (self._whole or {}).items():
                 self._hold("gradients", unit.reduced_bytes)
                 self._drop(name)
             self._drop("gradients")
-        finally:
-            self._whole = None
 
     def _begin_block(self, units: Sequence[_Unit], place: int, _block: nn.Module, args: tuple[Any, ...]) -> None:
         if not self._by_blocks:
