@@ -268,8 +268,7 @@ def _function_scores(
     def score(hidden_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor | None]:
         with charge(Component.LOGITS):
             logits_NV = head(hidden_ND)
-        scores: tuple[Tensor, Tensor | None]
-        scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
+        scores: tuple[Tensor, Tensor | None] = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
         return scores
 
     again = (lambda: (nullcontext(), fixed_tiles())) if FIXED_TILES.get() else noop_context_fn

@@ -392,8 +392,7 @@ class _Comparison:
         distance = old_norm = new_norm = 0.0
         with host_memory(), torch.no_grad():
             for place, parameter in enumerate(setup.committed.parameters):
-                if parameter.grad is None:
-                    raise AssertionError("the gradients are complete")
+                assert parameter.grad is not None, "the gradients are complete"
                 new = to_host(local_part(parameter.grad))
                 fingerprint.update(new.contiguous().flatten().view(torch.uint8).numpy().data)
                 if first:
@@ -460,8 +459,7 @@ class _Comparison:
         return f"it would need about {format_bytes(needed)} of the {format_bytes(max(0, room))} that are left"
 
     def _laid_down(self) -> Trajectory:
-        if self._trajectory is None:
-            raise AssertionError("the chosen plan runs first")
+        assert self._trajectory is not None, "the chosen plan runs first"
         return self._trajectory
 
 
