@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from transformers import TrainerCallback
 
@@ -152,9 +152,7 @@ class CompletionsTable(TrainerCallback):  # type: ignore[misc]
             logger.warning("%s cannot be written (%s)", path, error.strerror)
         if self._unique_prompts:
             rows = list({str(row["prompt"]): row for row in reversed(rows)}.values())[::-1]
-        table = Table(title=f"Step {step}", show_lines=True)
-        for name in rows[0]:
-            table.add_column(name, overflow="fold")
+        table = Table(*(Column(name, overflow="fold") for name in rows[0]), title=f"Step {step}", show_lines=True)
         for row in rows[: self._limit]:
             table.add_row(*(_cell(value) for value in row.values()))
         if self._limit != 0:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         self._fixed: dict[str, Any] = {"rank": rank, "world_size": world_size}
         self._now: dict[str, Any] = {"metrics": {}}
         self._peaks: dict[str, int] = {}
-        self._counted = {"failure": 0, "retry": 0}
+        self._counted: Counter[str] = Counter()
         self._seen = 0
         self._run_id = ""
         self._queried = -self._every_seconds
@@ -105,7 +106,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         }
         self._now = {"state": "training", "step": state.global_step, "sampling": None, "metrics": {}}
         self._peaks, self._seen, self._queried = {}, 0, -self._every_seconds
-        self._counted = dict.fromkeys(self._counted, 0)
+        self._counted.clear()
         self._query_driver()
         if not self.write():
             return
@@ -182,9 +183,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
         plans = (tracker.rollout_plan, tracker.update_plan)
         predicted = {name: size for plan in plans for name, size in plan.predicted_bytes.items() if "/" not in name}
         events, end = tracker.events, len(tracker.events)
-        for event in events[self._seen : end]:
-            if event["event"] in self._counted:
-                self._counted[event["event"]] += 1
+        self._counted.update(event["event"] for event in events[self._seen : end])
         self._seen = end
         return {
             **self._fixed,

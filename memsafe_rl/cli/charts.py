@@ -237,14 +237,13 @@ def learning_sections(folder: RunFolder) -> list[Section]:
     """Draws everything that a run has logged of its learning."""
     catalogue = texts_beside(__file__, "templates/learning.yaml")
     unit = "denoising step" if "chains" in (folder.run.get("facts") or {}) else "token"
+    objectives = (folder.run.get("config") or {}).get("objectives")
     steps = _Curves([_with_contributions(record) for record in folder.steps], unit)
     evaluations = _Curves([log for log in folder.logs if any(name.startswith("eval_") for name in log)], unit)
     sections = []
     for title, charts in catalogue.items():
         curves = evaluations if title == _EVALUATIONS else steps
-        plots = [plot for chart in charts if (plot := curves.plot(chart)) is not None]
-        if title == "Objectives":
-            plots = [_with_bands(plot, (folder.run.get("config") or {}).get("objectives")) for plot in plots]
+        plots = [_with_bands(plot, objectives) for chart in charts if (plot := curves.plot(chart)) is not None]
         still = [plot for plot in plots if len(curves.records) > 1 and _is_zero(plot)]
         constants = [(plot.title, plot.write(0.0)) for plot in still]
         sections.append(Section(title, draw_all(curves.records, [p for p in plots if p not in still]), constants))
@@ -361,4 +360,4 @@ def _with_bands(plot: Plot, objectives: Any) -> Plot:
             for at in ([number(bound) for bound in band] if isinstance(band, Sequence) else [])
             if at is not None
         ]
-    return Plot(plot.title, [*plot.series, *bands], plot.write, from_zero=plot.from_zero)
+    return replace(plot, series=[*plot.series, *bands])

@@ -204,8 +204,8 @@ def _figures(found: Explanation) -> Table:
     table = Table.grid(Column(style="cyan"), Column(justify="right"), Column(style="dim"), padding=(0, 2))
     share = found.stranded_share
     judged = "" if share is None else f"{share:.1%} of what PyTorch reserved"
-    if share is not None:
-        judged += f", too much (limit {STRANDED_SHARE:.0%})" if share >= STRANDED_SHARE else ""
+    if share is not None and share >= STRANDED_SHARE:
+        judged += f", too much (limit {STRANDED_SHARE:.0%})"
     budget = message.held != ()
     rows = (
         ("requested", message.requested, ""),
@@ -231,8 +231,7 @@ def _show_tensors(found: Explanation, console: Console) -> None:
     guessed = any(tensor.guessed for tensor in found.tensors)
     if len(found.tensors) < 2 and not guessed:
         return
-    title = "Guesses: tensors of this size" if guessed else "Tensors of this size"
-    console.print(Text(f"\n{title}", style="bold"))
+    console.print(Text("\nGuesses: tensors of this size" if guessed else "\nTensors of this size", style="bold"))
     for tensor in found.tensors[:_MOST_SHOWN]:
         console.print(Text.assemble(("guess: " if guessed else "• ", "yellow"), str(tensor)), highlight=False)
     if guessed:

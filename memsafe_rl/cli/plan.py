@@ -18,7 +18,7 @@ from rich.text import Text
 
 from memsafe_rl.cli.arguments import RunRequest, refusal
 from memsafe_rl.cli.train import Run, adapter, prepare, prompts, quantization
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import ConfigError, MemsafeError, kind_and_line
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.models.loading import load_tokenizer
@@ -201,11 +201,10 @@ class _Search:
         except MemsafeError:
             raise
         except Exception as error:  # of any kind: it comes from inside a network whose config may say anything
-            reason = str(error).split("\n")[0]
             raise MemsafeError(
-                f"{self.wanted.run.fields.model} does not run on tensors without bytes ({type(error).__name__}: "
-                f"{reason}), so it cannot be forecast. Check the sizes in its config.json; if they are right, use "
-                "probe_worst_case in the run itself."
+                f"{self.wanted.run.fields.model} does not run on tensors without bytes ({kind_and_line(error)}), so it "
+                "cannot be forecast. Check the sizes in its config.json; if they are right, use probe_worst_case in "
+                "the run itself."
             ) from error
 
     def further(self, findings: Findings, forecast: MemoryForecast, scout: Scout) -> Findings:

@@ -41,12 +41,10 @@ _LEAST_SPLIT_MB = 20
 _BACKENDS = ("native", "cudaMallocAsync")
 _NATIVE_ONLY = ("max_split_size_mb", "roundup_power2_divisions", "garbage_collection_threshold", "expandable_segments")
 
-_BRINGS_TORCH = (
-    *("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "memsafe_rl", "vllm", "deepspeed"),
-)
+_WITH_TORCH = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "memsafe_rl", "vllm", "deepspeed")
 _LARGE_SHARE = 0.02  # share of a card held by other processes that is worth a finding
 
-_RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {"=": operator.eq, ">=": operator.ge, "<=": operator.le}
+_RELATIONS: Mapping[str, Callable[[Any, Any], bool]] = {"=": operator.eq, ">=": operator.ge, "<=": operator.le}
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -241,7 +239,7 @@ def check_script(text: str, name: str) -> tuple[Finding, ...]:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{name} is not Python: {error.msg} in line {error.lineno}.") from None
-    imported = min((line for line, module in _imports(tree) if module.partition(".")[0] in _BRINGS_TORCH), default=None)
+    imported = min((line for line, module in _imports(tree) if module.partition(".")[0] in _WITH_TORCH), default=None)
     found: list[Finding] = []
     for line, variable, value in _assignments(tree):
         found += _wrong_name(variable, "")
@@ -320,17 +318,11 @@ def _holds(actual: str, relation: str, value: str) -> bool:
     """Compares two texts as they are, as bytes or numbers, or as versions."""
     if relation == "=" and actual.strip().lower() == value.strip().lower():
         return True
-    for read in (_bytes, _versions):
-        with suppress(ConfigError, InvalidVersion):
-            return bool(_RELATIONS[relation](*read(actual, value)))
+    compare = _RELATIONS[relation]
+    with suppress(ConfigError):
+        return compare(parse_bytes(actual), parse_bytes(value))
+    with suppress(InvalidVersion):
+        there, wanted = Version(actual), Version(value)
+        # A local label, such as +cpu, counts only if the expectation has one.
+        return compare(there if wanted.local else Version(there.public), wanted)
     return False
-
-
-def _bytes(actual: str, value: str) -> tuple[int, int]:
-    return parse_bytes(actual), parse_bytes(value)
-
-
-def _versions(actual: str, value: str) -> tuple[Version, Version]:
-    there, wanted = Version(actual), Version(value)
-    # A local label, such as +cpu, counts only if the expectation has one.
-    return (there if wanted.local else Version(there.public)), wanted

@@ -154,9 +154,8 @@ def _model_arguments(run: Mapping[str, Any]) -> Mapping[str, Any]:
 def _bits(run: Mapping[str, Any]) -> str | None:
     """Returns the bits in which the base is loaded, wherever they are set; None if unquantised."""
     arguments, given = _model_arguments(run), run.get("quantization")
-    places = [
-        place for place in (run, arguments, arguments.get("quantization_config"), given) if isinstance(place, Mapping)
-    ]
+    possible = (run, arguments, arguments.get("quantization_config"), given)
+    places = [place for place in possible if isinstance(place, Mapping)]
     for bits in ("4bit", "8bit"):
         if given == bits or any(place.get(f"load_in_{bits}") in _TRUE for place in places):
             return bits

@@ -81,8 +81,7 @@ class Explanation:
     """The meaning of a message."""
 
     message: OutOfMemoryMessage
-    # of the reserved bytes, those that no tensor uses; None where the message does not tell
-    stranded_share: float | None
+    stranded_share: float | None  # of the reserved bytes, those without a tensor; None where the message does not tell
     neighbours_bytes: int | None  # bytes that other processes hold on the device; None where the message does not tell
     outside_bytes: int | None  # bytes of this process outside PyTorch's allocator; None where the message does not tell
     tensors: tuple[KnownTensor, ...]  # what the request may be for, likeliest first

@@ -10,7 +10,6 @@ from memsafe_rl.units import format_bytes, parse_bytes
 AUTO_SHARE = 0.9
 """Share of the free device memory that "auto" takes; the rest is margin for what nobody counts."""
 
-
 _LEAST_BARE_BYTES = 2**16
 """A smaller number without a unit is taken for GiB or MiB whose unit was forgotten; toy networks need some 100 KiB."""
 

@@ -382,11 +382,10 @@ def _all_equal(values: Tensor) -> Tensor:
 
 def _centred(values: Tensor, shares: Tensor | None = None) -> Tensor:
     """Subtracts the mean over the last axis, weighed by shares; exactly 0 where all are equal, NaN where none is."""
-    mean = (
-        values.nanmean(-1, keepdim=True)
-        if shares is None
-        else (values.nan_to_num(nan=0.0) * shares).sum(-1, keepdim=True)
-    )
+    if shares is None:
+        mean = values.nanmean(-1, keepdim=True)
+    else:
+        mean = (values.nan_to_num(nan=0.0) * shares).sum(-1, keepdim=True)
     return (values - mean).masked_fill(_all_equal(values) & ~values.isnan(), 0.0)
 
 

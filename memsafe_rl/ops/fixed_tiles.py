@@ -104,8 +104,7 @@ def _tiled_product(rows_MK: Tensor, weight_OK: Tensor, bias_O: Tensor | None = N
         if out_MO is None:
             out_MO = product_NO.new_empty(len(rows_MK), len(weight_OK))
         out_MO[tile * TILE_ROWS : (tile + 1) * TILE_ROWS] = product_NO[: len(rows_NK)]
-    if out_MO is None:
-        raise AssertionError("torch.split gives at least one tile")
+    assert out_MO is not None, "torch.split gives at least one tile"
     return out_MO
 
 

@@ -147,10 +147,8 @@ class _Recipe:
     temperature: float
     tile: int
     with_entropy: bool
-    keeps_slopes: bool = False
-    """Whether forward keeps the gradient of log-probs with respect to hidden states."""
-    fixed_tiles: bool = False
-    """Whether log-probs are, to the bit, those that a draw gives of the same hidden states."""
+    keeps_slopes: bool = False  # whether forward keeps the gradient of log-probs with respect to hidden states
+    fixed_tiles: bool = False  # whether log-probs are, to the bit, those that a draw gives of the same hidden states
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -270,8 +268,7 @@ def _function_scores(
     def score(hidden_ND: Tensor, tokens_N: Tensor) -> tuple[Tensor, Tensor | None]:
         with charge(Component.LOGITS):
             logits_NV = head(hidden_ND)
-        scores: tuple[Tensor, Tensor | None]
-        scores = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
+        scores: tuple[Tensor, Tensor | None] = _LogitsScores.apply(logits_NV, tokens_N, temperature, with_entropy)  # type: ignore[no-untyped-call]
         return scores
 
     again = (lambda: (nullcontext(), fixed_tiles())) if FIXED_TILES.get() else noop_context_fn

@@ -81,9 +81,8 @@ class SharedState:
             return ()
         one = f"this is what one of {self.ranks} ranks would hold"
         if self.sharding is Sharding.NONE:
-            return (
-                f"{one}, each with whole weights; gradients are added up in place, and buffers of NCCL not counted",
-            )
+            how = "each with whole weights; gradients are added up in place, and buffers of NCCL not counted"
+            return (f"{one}, {how}",)
         own = "buckets of DeepSpeed (by default up to 500 million elements each)"
         theirs = ("this library's trainers do not run under it", f"{own} come on top")
         return (
@@ -420,7 +419,7 @@ def _job(setup: TrainingSetup, longest: Longest, memory: SimulatedMemory) -> Job
     )
 
 
-def _host_bytes(setup: TrainingSetup, device: str | None) -> int:
+def _host_bytes(setup: TrainingSetup, device: str) -> int:
     """Returns the bytes of the copy from which a checkpoint is written in the background, the rollout's left out."""
     config = setup.config
     copies = device == "cuda" if config.save_in_background is None else config.save_in_background

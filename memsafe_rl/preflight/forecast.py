@@ -21,7 +21,7 @@ from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.config.grpo import GRPOConfig
 from memsafe_rl.config.ppo import PPOConfig
 from memsafe_rl.data.prompts import usable_prompts
-from memsafe_rl.errors import MemoryBudgetError
+from memsafe_rl.errors import MemoryBudgetError, kind_and_line
 from memsafe_rl.memory.runtime.recovery import Recovery, capture_random_state, set_random_state
 from memsafe_rl.memory.simulated.device import SimulatedMemory, active_simulation
 from memsafe_rl.memory.simulated.workspaces import about_cuda
@@ -298,7 +298,7 @@ def forecast_before_loading(inputs: Inputs, machine: Machine) -> MemoryForecast 
             sharding="fsdp" if config.sharded else "none",
         )
     except Exception as error:  # fake tensors do not run every network, and a run needs no forecast
-        logger.warning("no forecast of this run's memory: %s: %s", type(error).__name__, str(error).split("\n")[0])
+        logger.warning("no forecast of this run's memory: %s", kind_and_line(error))
         return None
     tracker.record("forecast", **found.plain())
     if found.fits:

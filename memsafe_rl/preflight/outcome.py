@@ -262,10 +262,10 @@ class MemoryForecast:
     def _placement(self) -> str:
         """Says how many blocks' frozen weights stay on the device, where not all of them do."""
         plans = {"rollouts": self.rollout_plan.resident_blocks, "updates": self.update_plan.resident_blocks}
-        blocks = len(self.job.geometry.frozen_block_bytes)
-        counts = [f"{blocks if own is None else min(own, blocks)} in {phase}" for phase, own in plans.items()]
         if all(own is None for own in plans.values()):
             return ""
+        blocks = len(self.job.geometry.frozen_block_bytes)
+        counts = [f"{blocks if own is None else min(own, blocks)} in {phase}" for phase, own in plans.items()]
         return f"; of {blocks} blocks, so many have their frozen weights on the device: {', '.join(counts)}"
 
     def facts(self) -> dict[str, str]:

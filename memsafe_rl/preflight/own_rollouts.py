@@ -136,9 +136,8 @@ class _Planned:
     def of(cls, setup: TrainingSetup, one: Candidate) -> _Planned:
         plan = served_by(setup.engine, setup.memory_policy.before_rollout(one.work, setup.memory_state()))
         steps = tuple(planned(setup, one.steps))
-        return cls(
-            one.longest, plan, steps, largest_slices(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
-        )
+        scored = largest_slices(one.rows, plan.score_tokens, packed=packing_saves(one.rows))
+        return cls(one.longest, plan, steps, scored)
 
     @property
     def largest(self) -> PlannedStep:

@@ -186,12 +186,7 @@ def require_proof(loop: TrainingLoop) -> None:
 
 
 def verify_plan(loop: TrainingLoop) -> Verification:
-    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures.
-
-    All three gradients are of the completions that the chosen plan samples for the first prompts of the dataset, with
-    made-up advantages; reward functions are not called. The plain plan learns from all rows in one micro-batch, with
-    nothing recomputed or on the host. Where it does not fit, half of the chosen plan takes its place.
-    """
+    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures."""
     if loop.setup.committer is None:
         loop.make_optimizer()
     with untouched(loop.setup):
@@ -397,8 +392,7 @@ class _Comparison:
         distance = old_norm = new_norm = 0.0
         with host_memory(), torch.no_grad():
             for place, parameter in enumerate(setup.committed.parameters):
-                if parameter.grad is None:
-                    raise AssertionError("the gradients are complete")
+                assert parameter.grad is not None, "the gradients are complete"
                 new = to_host(local_part(parameter.grad))
                 fingerprint.update(new.contiguous().flatten().view(torch.uint8).numpy().data)
                 if first:
@@ -465,18 +459,14 @@ class _Comparison:
         return f"it would need about {format_bytes(needed)} of the {format_bytes(max(0, room))} that are left"
 
     def _laid_down(self) -> Trajectory:
-        if self._trajectory is None:
-            raise AssertionError("the chosen plan runs first")
+        assert self._trajectory is not None, "the chosen plan runs first"
         return self._trajectory
 
 
 def _tolerance(setup: TrainingSetup) -> tuple[float, str]:
     """Returns the largest difference that passes, and the coarsest type in which the network computes."""
-    config = setup.config
     kinds = {parameter.dtype for parameter in setup.model.parameters() if parameter.is_floating_point()}
-    kinds |= {torch.bfloat16} if config.bf16 else set()
-    kinds |= {torch.float16} if config.fp16 else set()
-    known = [kind for kind in TOLERANCES if kind in kinds]
+    known = [kind for kind in TOLERANCES if kind in kinds or kind is setup.config.autocast_dtype]
     coarsest = known[-1] if known else torch.float32
     name = str(coarsest).removeprefix("torch.")
     if getattr(setup.model, "is_loaded_in_8bit", False):

@@ -40,9 +40,8 @@ class Job:
     @property
     def rollout(self) -> RolloutWork:
         """The shape of a rollout, every row as long as it can become."""
-        return RolloutWork(
-            (self.prompt_tokens,) * self.prompts, self.group_size, self.completion_tokens, self.geometry, self.scored
-        )
+        prompts = (self.prompt_tokens,) * self.prompts
+        return RolloutWork(prompts, self.group_size, self.completion_tokens, self.geometry, self.scored)
 
     @property
     def update(self) -> UpdateWork:

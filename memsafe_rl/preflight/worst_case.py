@@ -114,11 +114,7 @@ class Drawing:
 
 
 def check_worst_case(loop: TrainingLoop) -> dict[str, int]:
-    """Tries the longest prompt and completion once, as far as the peak of every phase; then all is as before.
-
-    No reward function is called, and no weight moves. Not tried is the first step of an optimizer that makes its state
-    then (those of bitsandbytes). If a plan failed, the policy plans leaner from the first step on.
-    """
+    """Tries the longest prompt and completion once, to the peak of every phase; later plans learn from what failed."""
     while True:
         outcome = _try(loop)
         if not isinstance(outcome, MemoryBudgetError):

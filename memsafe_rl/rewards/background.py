@@ -62,7 +62,12 @@ class BackgroundLoop:
 
     def start(self, awaitables: Sequence[Awaitable[Any]]) -> Running:
         """Runs awaitables together; each has gone as far as its first wait when this returns, or for a second."""
-        running = self._started().run(awaitables)
+        if self._thread is not None and self._thread.over:
+            self.close()
+        if self._thread is None:
+            self._thread = _Thread()
+            self._stop = weakref.finalize(self, self._thread.stop)
+        running = self._thread.run(awaitables)
         running.begun.wait(_FIRST_STEP_SECONDS)
         return running
 
@@ -77,14 +82,6 @@ class BackgroundLoop:
         if self._stop is not None:
             self._stop()
         self._thread = self._stop = None
-
-    def _started(self) -> _Thread:
-        if self._thread is not None and self._thread.over:
-            self.close()
-        if self._thread is None:
-            self._thread = _Thread()
-            self._stop = weakref.finalize(self, self._thread.stop)
-        return self._thread
 
 
 class _Thread:

@@ -136,12 +136,7 @@ def block_activation_bytes(geometry: ModelGeometry) -> int:
 
 
 def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
-    """Estimates what an optimizer step adds to what is held before its first forward.
-
-    Three moments compete: the head's backward (all saved activations, a tile of logits, the head's float32 gradient),
-    the first block's backward (saved activations and one block's own), and the end (all gradients). Gradients of
-    earlier micro-batches are there from the second micro-batch on, and of other objectives all the time.
-    """
+    """Estimates what an optimizer step adds to what is held before its first forward, at the fullest of its moments."""
     geometry = work.geometry
     if geometry.unit is not None:
         return _unit_update_parts(work, plan, geometry.unit)
@@ -155,6 +150,7 @@ def update_parts(work: UpdateWork, plan: UpdatePlan) -> Parts:
     sums = actions * geometry.hidden_size * (geometry.compute_bytes + _wide_bytes(geometry))
     narrowed = head_elements * geometry.compute_bytes if _is_narrow(geometry) else 0
     moments = (
+        # the head's backward, with its gradient in float32; the first block's; and the end, with all gradients
         (kept + sums, logits, earlier + head_elements * _wide_bytes(geometry) + narrowed),
         (kept + working, 0, earlier + head_elements * geometry.compute_bytes),
         (working, 0, aside + (whole or geometry.trainable_bytes) + head_elements * geometry.compute_bytes),
@@ -244,13 +240,7 @@ def kept_bytes(work: RolloutWork, plan: RolloutPlan) -> int:
 
 
 def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
-    """Estimates what a rollout adds to what is held before it.
-
-    Three moments compete: reading the prompts (one block's temporaries, the prompts' cache), the last decoding step
-    (a block's temporaries, the cache at full length, one layer of it twice while it grows), and the draw after it (a
-    row of logits for each sequence and the sampler's copies). Where each row has its own copy of the prompt, so does
-    spreading the copies. Where caches are kept between turns, the cache at full length is that of all that is kept.
-    """
+    """Estimates what a rollout adds to what is held before it, at the fullest of its moments."""
     geometry = work.geometry
     longest = max(work.prompt_tokens, default=1)
     rows, prompts = wave_rows(work, plan)
@@ -267,13 +257,13 @@ def rollout_parts(work: RolloutWork, plan: RolloutPlan) -> Parts:
         decoding += _SCORE_COPIES * _LOGIT_BYTES * min(SCORE_ELEMENTS, rows * geometry.heads * slots)
     else:
         cache = rows * geometry.kv_bytes(slots)
-        cache += cache // layers
+        cache += cache // layers  # one layer is there twice while it grows
     reading = _forward_bytes(geometry) + geometry.bias_heads * longest * geometry.compute_bytes
     moments = (
         (reading * read_tokens(work, plan), prompt_cache, 0),
-        (decoding, cache, 0),
-        (0, cache, _sampler_bytes(geometry, rows)),
-        (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),
+        (decoding, cache, 0),  # the last step
+        (0, cache, _sampler_bytes(geometry, rows)),  # the draw after it
+        (0, prompt_cache // layers + spreading, _sampler_bytes(geometry, rows)),  # copies of the prompts for each row
     )
     activations, kept, logits = max(moments, key=sum)
     return {Component.ACTIVATIONS: activations, Component.KV_CACHE: kept, Component.LOGITS: logits}
@@ -286,13 +276,12 @@ def score_parts(work: RolloutWork | UpdateWork, plan: RolloutPlan, tile: int = U
     if geometry.unit is not None:
         pairs = measure_slices(rows, plan.score_tokens, packed=False).tokens
         return {Component.ACTIVATIONS: pairs * (geometry.unit.forward + _STATES_AT_ONCE * geometry.unit.state)}
-    slices = measure_slices(rows, plan.score_tokens, packed=packing_saves(rows))
-    tokens = slices.tokens
     if rows.sources:
         return _sourced_score_parts(rows, plan, tile)
+    slices = measure_slices(rows, plan.score_tokens, packed=packing_saves(rows))
     logits = _tile_bytes(geometry, min(tile, plan.score_tokens, slices.actions))
-    hidden = (tokens + slices.actions) * geometry.hidden_size * geometry.compute_bytes
-    activations, kept = max((hidden, logits), (_forward_bytes(geometry) * tokens, 0), key=sum)
+    hidden = (slices.tokens + slices.actions) * geometry.hidden_size * geometry.compute_bytes
+    activations, kept = max((hidden, logits), (_forward_bytes(geometry) * slices.tokens, 0), key=sum)
     return {Component.ACTIVATIONS: activations, Component.LOGITS: kept}
 
 
@@ -393,10 +382,7 @@ def full_speed_tokens(device: str, geometry: ModelGeometry) -> int:
 
 
 def full_speed_packed_tokens(device: str, work: UpdateWork) -> int:
-    """Returns the tokens of one forward over packed rows beyond which more are not worth their memory.
-
-    As many as are fast, doubled until running shared tokens again costs at most a twentieth.
-    """
+    """Returns the same over packed rows: doubled until running shared tokens again costs at most a twentieth."""
     least, full = work.packed_tokens, full_speed_tokens(device, work.geometry)
     fixed = _update_share(device) * full
     tokens, enough = min(least, max(full, *work.row_tokens)), _RUN_AGAIN * (least + fixed * (1 + -(-least // full)))

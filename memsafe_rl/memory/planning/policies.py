@@ -57,6 +57,7 @@ from memsafe_rl.types import (
 )
 
 _GIB = 2**30
+_OF_A_ROLLOUT = (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD)
 
 
 class MemoryPolicy(ABC):
@@ -168,7 +169,7 @@ class AdaptivePolicy(MemoryPolicy):
             kept_kv_bytes=work.kept_bytes,
             compile=self.compile,
         )
-        for phase in (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD):
+        for phase in _OF_A_ROLLOUT:
             time = partial(rollout_time, phase, work, fastest=fast)
             plan = fastest_with_weights_away(plan, self._fallbacks(phase, memory), Room(phase, work, memory), time)
         return with_prediction(plan, work, memory)
@@ -238,9 +239,7 @@ class LadderPolicy(MemoryPolicy):
 
     def before_rollout(self, work: RolloutWork, memory: MemoryState) -> RolloutPlan:
         """Goes down from the top, or from the last plan, to the first plan that fits, else to the ladder's bottom."""
-        return self._descended(
-            self.rollout, memory.last_rollout_plan, (Phase.ROLLOUT, Phase.SCORE, Phase.REWARD), work, memory
-        )
+        return self._descended(self.rollout, memory.last_rollout_plan, _OF_A_ROLLOUT, work, memory)
 
     def before_update(self, work: UpdateWork, memory: MemoryState) -> UpdatePlan:
         """Goes down from the top, or from the last plan, to the first plan that fits, else to the ladder's bottom."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from memsafe_rl.errors import ConfigError
@@ -280,11 +280,9 @@ def reachable(
     for fallback in fallbacks:
         further: list[Plan] = []
         for known in plans:
+            lower: Iterator[Plan] = _down(fallback, known, work)
             further.append(known)
-            for lower in _down(fallback, known, work):
-                if time is not None and time(lower) > BAND:
-                    break
-                further.append(lower)
+            further.extend(lower if time is None else takewhile(lambda one: time(one) <= BAND, lower))
         plans = further
     return plans
 
@@ -335,11 +333,7 @@ def with_prediction(plan: Plan, work: Work, memory: MemoryState) -> Plan:
 
 
 class Room:
-    """How much a phase may hold now, and whether a plan stays below it.
-
-    A failure puts a ceiling on later estimates: below the leanest plan of the last step in which one failed. After 8
-    untroubled steps that plan may come again, after 8 more twice its estimate; each further failure doubles the wait.
-    """
+    """How much a phase may hold now, and whether a plan stays below it and below what failed lately."""
 
     def __init__(self, phase: Phase, work: RolloutWork | UpdateWork, memory: MemoryState) -> None:
         self.work = work

@@ -51,11 +51,7 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 @contextmanager
 def offloaded(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Keeps in host memory what autograd saves inside, until the backward pass asks for it; gradients do not change.
-
-    Unlike `torch.autograd.graph.save_on_cpu`, it leaves weights, their views and small tensors where they are, and
-    moves what is saved several times once. Only the forward pass must run inside.
-    """
+    """Keeps on the host what autograd saves inside, weights left out, until the backward pass outside asks for it."""
     kept = list(weights)
     if all(weight.device.type == "cpu" for weight in kept) and not listened_to():
         yield

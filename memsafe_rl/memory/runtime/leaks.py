@@ -113,11 +113,10 @@ def find_strays(
     before: Mapping[Kind, int] | None = None,
 ) -> list[Stray]:
     """Searches Python's objects for tensors that belong to nobody known; those that hold a graph come first."""
-    earlier: Mapping[Kind, int] = before or {}
     strays = [
         Stray(*kind[:2], len(sizes), sum(sizes), kind[2])
         for kind, sizes in _unowned(known, device).items()
-        if len(sizes) > earlier.get(kind, 0) and (kind[2] or any(sizes))
+        if len(sizes) > (before or {}).get(kind, 0) and (kind[2] or any(sizes))
     ]
     return sorted(strays, key=lambda stray: (stray.graph is None, stray.count < PATIENCE, -stray.nbytes))[:limit]
 

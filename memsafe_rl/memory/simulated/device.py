@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -199,12 +199,11 @@ class SimulatedMemory:
         if self._open_phases:
             self._open_phases[-1].see(self._counter.split(Held.SPAN)[1], self.allocator)
 
-    def forget_phases(self, kept: Iterable[Phase] = ()) -> None:
+    def forget_phases(self, kept: Collection[Phase] = ()) -> None:
         """Forgets all other phases left so far."""
         if self.allocator is not None:
             self.allocator.restart_peak()
-        wanted = set(kept)
-        self._timeline = [record for record in self._timeline if record.phase in wanted]
+        self._timeline = [record for record in self._timeline if record.phase in kept]
 
     def __enter__(self) -> SimulatedMemory:
         self._counter.__enter__()

@@ -81,7 +81,7 @@ def _total(held: Held, doc: str) -> Any:
 
 
 class ByteCounter:
-    """Bytes held, and what they are for; what counts them says how many there are."""
+    """Bytes held; what counts them says in its `split` how many there are, and what they are for."""
 
     live_bytes: int = _total(Held.NOW, "Bytes held now (at exit, once the count is closed), host memory left out.")
     peak_bytes: int = _total(
@@ -89,14 +89,6 @@ class ByteCounter:
     )
     host_live_bytes: int = _total(Held.HOST_NOW, "Bytes marked as host memory that are held now, or at exit.")
     host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")
-
-    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
-        """Returns how many bytes there are, and how they divide."""
-        raise NotImplementedError
-
-    def restart(self, held: Held) -> None:
-        """Starts a new peak or span at the bytes held now; the other, and counts around this one, keep theirs."""
-        raise NotImplementedError
 
 
 class StorageLedger(ByteCounter, TorchDispatchMode):  # type: ignore[no-untyped-call]

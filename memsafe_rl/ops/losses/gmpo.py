@@ -30,10 +30,8 @@ def gmpo_surrogate(ratios: Ratios) -> Tensor:
         (B, T), the same for all tokens of a row of one advantage.
     """
     settings, mask_BT, marked_BT = ratios.settings, ratios.mask_BT, ratios.entropy_mask_BT
-    low_BT, high_BT = (
-        ratios.log_ratio_BT.clamp(min=-settings.epsilon_low),
-        ratios.log_ratio_BT.clamp(max=settings.epsilon_high),
-    )
+    low_BT = ratios.log_ratio_BT.clamp(min=-settings.epsilon_low)
+    high_BT = ratios.log_ratio_BT.clamp(max=settings.epsilon_high)
     clipped_BT = torch.where(ratios.advantages > 0, high_BT, low_BT)
     kept_BT = mask_BT if marked_BT is None else mask_BT * marked_BT
     row_ratio_B1 = row_mean(clipped_BT, kept_BT)[:, None].exp()

@@ -38,8 +38,7 @@ def known_config(name: str) -> PretrainedConfig | None:
     wanted = _short(name)
     for known, sizes in FAMILIES.items():
         if _short(known) == wanted:
-            settings = dict(sizes)
-            config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+            config = AutoConfig.for_model(**sizes)
             config.dtype = torch.bfloat16 if config.model_type in _IN_BFLOAT16 else torch.float32
             return config
     return None

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.models.blocks import find_blocks
+from memsafe_rl.models.module_state import replaced
 from memsafe_rl.preflight import refusal
 from memsafe_rl.types import Component, Phase
 
@@ -106,8 +107,8 @@ class Gathering:
                 if weight.requires_grad:
                     hook = partial(self._arrive, units[place])
                     weight.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            block.register_forward_pre_hook(self._begins(units, place))
-            block.register_forward_hook(self._ends(units, place))
+            block.register_forward_pre_hook(partial(self._begin_block, units, place))
+            block.register_forward_hook(partial(self._end_block, units, place))
         return _Unit(weight for weight in network.parameters() if id(weight) not in inside)
 
     def enter_phase(self, phase: Phase) -> None:
@@ -135,41 +136,30 @@ class Gathering:
     @contextmanager
     def reducing(self, each: bool) -> Iterator[None]:
         """Stands for the rounds of a step, which add up the gradients of each micro-batch, or all at their end."""
-        self._whole = None if each else {}
-        self._begin()
-        try:
+        with replaced([(self, "_whole", None if each else {})]):
+            self._begin()
             yield
             self._drop("root", "gradients", "buffer")
             for name, unit in (self._whole or {}).items():
                 self._hold("gradients", unit.reduced_bytes)
                 self._drop(name)
             self._drop("gradients")
-        finally:
-            self._whole = None
 
-    def _begins(self, units: Sequence[_Unit], place: int) -> Any:
-        def gather(block: nn.Module, args: tuple[Any, ...]) -> None:
-            del block
-            if not self._by_blocks:
-                return
-            self._drop("gradients", "root's gradients", "ahead")
-            self._hold("buffer", units[place].bytes)
-            self._hold("block", units[place].bytes)
-            first = args[0] if args else None
-            if place == 0 and isinstance(first, Tensor) and first.requires_grad:
-                first.register_hook(lambda _: self._end_backward(units[0]))  # type: ignore[no-untyped-call]
+    def _begin_block(self, units: Sequence[_Unit], place: int, _block: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._by_blocks:
+            return
+        self._drop("gradients", "root's gradients", "ahead")
+        self._hold("buffer", units[place].bytes)
+        self._hold("block", units[place].bytes)
+        first = args[0] if args else None
+        if place == 0 and isinstance(first, Tensor) and first.requires_grad:
+            first.register_hook(lambda _: self._end_backward(units[0]))  # type: ignore[no-untyped-call]
 
-        return gather
-
-    def _ends(self, units: Sequence[_Unit], place: int) -> Any:
-        def drop(block: nn.Module, args: Any, output: Any) -> None:
-            del block, args
-            self._drop("block")
-            found = output[0] if isinstance(output, tuple) else output
-            if self._by_blocks and isinstance(found, Tensor) and found.requires_grad:
-                found.register_hook(lambda _: self._backward(units, place))  # type: ignore[no-untyped-call]
-
-        return drop
+    def _end_block(self, units: Sequence[_Unit], place: int, _block: nn.Module, _args: Any, output: Any) -> None:
+        self._drop("block")
+        found = output[0] if isinstance(output, tuple) else output
+        if self._by_blocks and isinstance(found, Tensor) and found.requires_grad:
+            found.register_hook(lambda _: self._backward(units, place))  # type: ignore[no-untyped-call]
 
     def _backward(self, units: Sequence[_Unit], place: int) -> None:
         if place + 1 == len(units):

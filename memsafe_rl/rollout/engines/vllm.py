@@ -296,23 +296,20 @@ class VLLMEngine(ExternalEngine):
 
     def _pool(self, row_tokens: int, rows: int, plan: RolloutPlan, *, bounded: bool = False) -> Pool:
         """Sizes the pool by the plan; ``bounded``: by what the run may still hold as well."""
-        limits = [plan.kv_bytes, *self._bounds()] if bounded else [plan.kv_bytes]
-        known = [limit for limit in limits if limit is not None]
+        element_bytes = getattr(torch, self._settings.dtype).itemsize
+        known = [] if plan.kv_bytes is None else [plan.kv_bytes]
+        if bounded:  # by what share and budget leave once the copy of the weights is there
+            copied = element_bytes * sum(weight.numel() for _, weight in self._adapter.model.named_parameters())
+            known += (int(self._settings.memory_share * self._total_bytes) - copied, self._room() - copied)
         return pool_for(
             self._adapter.geometry,
-            element_bytes=getattr(torch, self._settings.dtype).itemsize,
+            element_bytes=element_bytes,
             block_tokens=_BLOCK_TOKENS.get(self._adapter.device.type, 16),
             spare=_SPARE_BLOCKS,
             row_tokens=row_tokens,
             rows=rows,
             kv_bytes=max(0, min(known)) if known else None,
         )
-
-    def _bounds(self) -> tuple[int, int]:
-        """Bytes that share and budget leave for the pool once the copy of the weights is there."""
-        copied = sum(weight.numel() for _, weight in self._adapter.model.named_parameters())
-        copied *= getattr(torch, self._settings.dtype).itemsize
-        return int(self._settings.memory_share * self._total_bytes) - copied, self._room() - copied
 
     def _end(self) -> None:
         engine, self._engine, self._hosted, self._asleep = self._engine, None, None, False

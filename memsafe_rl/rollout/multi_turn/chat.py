@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -139,17 +140,14 @@ class Chat:
 
     def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
         """Reads a turn that the model drew: what it said, and which tools it calls."""
-        if not schemas:
-            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-            return Action(text, message={"role": "assistant", "content": text})
-        try:
-            if getattr(self._tokenizer, "response_template", None) is not None:
-                return _parsed(self._tokenizer, list(ids), prefix=list(self.plain(context)), tools=list(schemas))
-            ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
-            return _action(_read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends))
-        except UNREADABLE:
-            text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
-            return Action(text, message={"role": "assistant", "content": text}, malformed=True)
+        if schemas:
+            with suppress(*UNREADABLE):
+                if getattr(self._tokenizer, "response_template", None) is not None:
+                    return _parsed(self._tokenizer, list(ids), prefix=list(self.plain(context)), tools=list(schemas))
+                ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
+                return _action(_read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends))
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return Action(text, message={"role": "assistant", "content": text}, malformed=bool(schemas))
 
     def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
         return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))

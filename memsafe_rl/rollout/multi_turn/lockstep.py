@@ -262,7 +262,9 @@ class EpisodeBatch:
         for one in [one for one in waiting if one.turns and self._spent(one)]:
             one.ending = Ending.TURNS
         waiting = [one for one in waiting if one.ending is None]
-        answers = self._called([(one, one.user) for one in waiting if isinstance(one.user, CallableUser)])
+        called = [(one, one.user) for one in waiting if isinstance(one.user, CallableUser)]
+        calls = [Call(partial(user.answer, as_seen_by_user(one.messages)), user.blocking) for one, user in called]
+        answers = {id(one): answer for (one, _), answer in zip(called, self._table.caller(calls), strict=True)}
         alike: dict[ModelUser, list[LiveEpisode]] = {}
         for one in waiting:
             if isinstance(one.user, ModelUser):
@@ -272,10 +274,6 @@ class EpisodeBatch:
         for one in waiting:
             refusal.when(id(one) not in answers, "episodes/user", name=one.environment.name, user=one.user)
             self._hear(one, answers[id(one)])
-
-    def _called(self, asking: Sequence[tuple[LiveEpisode, CallableUser]]) -> dict[int, Any]:
-        calls = [Call(partial(user.answer, as_seen_by_user(one.messages)), user.blocking) for one, user in asking]
-        return {id(one): answer for (one, _), answer in zip(asking, self._table.caller(calls), strict=True)}
 
     def _drawn_by_model(self, user: ModelUser, asking: Sequence[LiveEpisode]) -> dict[int, Any]:
         """Draws the answers of users of one role and one manner in one call."""

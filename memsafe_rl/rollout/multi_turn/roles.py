@@ -12,7 +12,7 @@ from torch import nn
 
 from memsafe_rl.accounting import weights_of
 from memsafe_rl.models.adapter import ModelAdapter
-from memsafe_rl.models.module_state import peft_adapter_on
+from memsafe_rl.models.module_state import peft_adapter_on, replaced
 from memsafe_rl.rollout import refusal
 
 AGENT, BASE, REFERENCE = "agent", "base", "reference"
@@ -81,8 +81,7 @@ class ModelRoles:
     def acting(self, role: str) -> Iterator[ModelAdapter]:
         """Has a role act; everything is as before afterwards, after an error too."""
         refusal.when(self._acting is not None, "role/acting", role=role, acting=self._acting)
-        self._acting = role
-        try:
+        with replaced([(self, "_acting", role)]):
             if role == AGENT:
                 yield self._agent
             elif role == REFERENCE:
@@ -93,8 +92,6 @@ class ModelRoles:
                 with peft_adapter_on(adapter.model, peft_adapter):
                     self.switches += 1
                     yield adapter
-        finally:
-            self._acting = None
 
     def check(self, role: str) -> None:
         """Refuses a role that cannot act."""
