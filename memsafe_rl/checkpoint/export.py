@@ -213,7 +213,7 @@ def _loaded(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any, str]:
         model = auto_class_of(config).from_pretrained(base, **loading_places_for(base, dtype=torch.float32, **own))
     except OSError as error:
         raise refusal("export/base", folder=str(folder), base=base) from error
-    weights, layers = load_peft_weights(str(adapter), device="cpu"), _ends(model)
+    weights, layers = load_peft_weights(str(adapter), device="cpu"), _vocabulary_layers(model)
     names = [f"base_model.model.{name}" for name, module in model.named_modules() if module in layers]
     own_rows = next((weights[key] for key in map("".join, product(names, _ROWS)) if key in weights), None)
     if own_rows is not None and len(own_rows) != len(layers[0].weight):
@@ -226,15 +226,15 @@ def _loaded(folder: Path, *, trust_remote_code: bool) -> tuple[Any, Any, str]:
 _ROWS = (".weight", ".base_layer.weight", ".token_adapter.base_layer.weight")  # where PEFT keeps a whole embedding
 
 
-def _ends(model: Any) -> list[Any]:
+def _vocabulary_layers(model: Any) -> list[Any]:
     return [model.get_input_embeddings(), model.get_output_embeddings()]
 
 
 def _untie(model: Any, folder: Path) -> None:
     """Gives the head weights of its own, where an adapter of it or of the embedding would be merged into both."""
-    tuned = [isinstance(layer, BaseTunerLayer) for layer in _ends(model)]
-    embedding, head = (layer.get_base_layer() if own else layer for own, layer in zip(tuned, _ends(model), strict=True))
-    if any(tuned) and head is not None and head.weight is embedding.weight:
+    layers = _vocabulary_layers(model)
+    embedding, head = own = [one.get_base_layer() if isinstance(one, BaseTunerLayer) else one for one in layers]
+    if own != layers and head is not None and head.weight is embedding.weight:
         refusal.when(model.config.is_encoder_decoder, "export/tied", folder=str(folder))  # which tie them as they load
         head.weight, model.config.tie_word_embeddings = nn.Parameter(head.weight.detach().clone()), False
 
