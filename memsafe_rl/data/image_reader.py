@@ -94,7 +94,7 @@ class ImagePromptReader(PromptReader):
     def ids(self, prompts: Sequence[Any]) -> list[list[int]]:
         """Tokenizes prompts without a limit; of each image only the size is read."""
         shown = [[size_of(image) for image in images_in(prompt)] for prompt in prompts]
-        rows = self._text.ids([self.in_parts(prompt) for prompt in prompts])
+        rows = self._text.ids(list(map(_checked, prompts)))
         found = [self.expanded(row, sizes) for row, sizes in zip(rows, shown, strict=True)]
         for row, sizes in zip(found, shown, strict=True):
             if sizes and self._text.truncate and self.limit is not None and len(row) > self.limit:
@@ -180,13 +180,6 @@ class ImagePromptReader(PromptReader):
         name = hashlib.sha256(f"{found.mode} {found.size} ".encode() + found.tobytes()).digest()
         return self._own.setdefault(name, found)
 
-    def in_parts(self, messages: Any) -> Any:
-        """Returns messages as the family's chat templates take them, images as placeholders."""
-        for part in parts_in(messages):
-            kind = part.get("type")
-            unusable.when(kind not in ("text", "image") or part.get(kind) is None, "images/part", part=part)
-        return hollow(messages, in_parts=self._family.in_parts)
-
     def _prompt(self, ids: Tensor, images: list[Any]) -> ImagePrompt:
         """Returns a prompt as the tower reads it: with the pixels of its images, and what tells how they lie."""
         try:
@@ -210,7 +203,7 @@ class GrowingContexts(ImageContexts):
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages as chat templates take them, images as placeholders."""
-        return list(copy.deepcopy(self.reader.in_parts(messages)))
+        return list(copy.deepcopy(_checked(messages)))
 
     def tokens(self, text: str) -> list[int]:
         """Tokenizes what a chat template has written."""
@@ -229,6 +222,14 @@ class GrowingContexts(ImageContexts):
         if next(images_in(seen), None) is None:
             return [*before, *more]
         return list(self.repeat(self.reader.enter, [*self.plain(before), *more], list(images_in(messages))))
+
+
+def _checked(messages: Any) -> Any:
+    """Returns messages with their images as placeholders; refuses parts that are neither text nor image."""
+    for part in parts_in(messages):
+        kind = part.get("type")
+        unusable.when(kind not in ("text", "image") or part.get(kind) is None, "images/part", part=part)
+    return hollow(messages)
 
 
 def _written(image: Any) -> str:

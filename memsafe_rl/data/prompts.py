@@ -25,7 +25,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_
 from memsafe_rl.micro_batches import prompt_order
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.vision.families import KNOWN
-from memsafe_rl.rollout.multi_turn.chat import check_template, shows_image
+from memsafe_rl.rollout.multi_turn.chat import check_template, in_parts, parts_of, reads_parts_alone, shows_image
 from memsafe_rl.rollout.multi_turn.protocol import ImageContexts
 
 Repeat = Callable[..., Any]
@@ -257,9 +257,6 @@ class PromptReader(Protocol):
         """
 
 
-_MARK = "a text that no chat template has"
-
-
 @dataclass
 class PromptTokenizer(PromptReader):
     """Turns plain or conversational prompts into token ids."""
@@ -312,10 +309,9 @@ class PromptTokenizer(PromptReader):
         check_template(self.tokenizer)
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
         text = {**how, "tokenize": False, "return_dict": False}
-        marked = [{**turn, "content": _MARK} for turn in prompts[0]]
+        if reads_parts_alone(self.tokenizer, self.template_kwargs or {}):
+            prompts = list(map(in_parts, prompts))
         try:
-            if _MARK not in self.tokenizer.apply_chat_template(marked, **text):  # the template reads parts alone
-                prompts = [hollow(prompt, in_parts=True) for prompt in prompts]
             if self.spelled is not None:
                 texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **text))
                 return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
@@ -518,7 +514,7 @@ def with_images(prompt: Any, images: Sequence[Any]) -> Any:
     """Puts images into the messages of a prompt: into their placeholders, else before the first text of the user."""
     unusable.when(not is_chat(prompt), "images/chat", prompt=prompt, count=len(images))
     unusable.when(not prompt, "prompt/chat")
-    turns = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
+    turns = in_parts(prompt)
     if not any(_waits(part) for turn in turns for part in turn["content"]):
         first = next((turn for turn in turns if turn.get("role") == "user"), turns[0])
         first["content"] = [{"type": "image"} for _ in images] + first["content"]
@@ -541,10 +537,8 @@ def images_in(prompt: Any) -> Iterator[Any]:
     return (part["image"] for part in parts_in(prompt) if part.get("image") is not None)
 
 
-def hollow(prompt: Any, *, in_parts: bool = False) -> Any:
-    """Returns a prompt whose images are placeholders, as chat templates and tables show it; text as parts, too."""
-    if in_parts and is_chat(prompt):
-        prompt = [{**turn, "content": _parts(turn.get("content"))} for turn in prompt]
+def hollow(prompt: Any) -> Any:
+    """Returns a prompt whose images are placeholders, as chat templates and tables show it."""
     return with_image_parts(prompt, lambda _: {"type": "image"})
 
 
@@ -577,18 +571,11 @@ def with_image_parts(prompt: Any, change: Callable[[dict[str, Any]], dict[str, A
     if not is_chat(prompt) or not any(isinstance(turn.get("content"), list) for turn in prompt):
         return prompt
     return [
-        {**turn, "content": [change(part) if "image" in part else part for part in _parts(turn["content"])]}
+        {**turn, "content": [change(part) if "image" in part else part for part in parts_of(turn["content"])]}
         if isinstance(turn.get("content"), list)
         else turn
         for turn in prompt
     ]
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    """Returns a message's content as parts, each with its own keys."""
-    if not isinstance(content, list):
-        return [] if content is None else [{"type": "text", "text": content}]
-    return [{key: value for key, value in part.items() if value is not None} for part in content]
 
 
 def _waits(part: Mapping[str, Any]) -> bool:

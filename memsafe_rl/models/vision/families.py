@@ -42,7 +42,6 @@ class VisionFamily:
     positions: Callable[[Any, Tensor, Tensor, Images], Tensor] | None = None
     marks: str | None = None  # argument of the forward that is 1 where a token is a placeholder
     deep: bool = False  # whether features enter the first language layers too, after each a level of them
-    in_parts: bool = False  # whether chat templates read every content as parts, text alone as well
     stands: str = "image_token_id"  # in the config, what stands for an image in a chat template's text
     # tokenizer, config, a rendered prompt: the same with all that stands for an image and around it, whatever its size
     spelled: Callable[[Any, Any, str], str] | None = None
@@ -199,12 +198,11 @@ _IDEFICS3 = VisionFamily(
     ("vision_model", "connector"),
     ("pixel_values", "pixel_attention_mask"),
     *_SQUARES,
-    in_parts=True,
     each=_square_run,
 )
 _WHOLE = _whole_tokens, _whole_runs, _whole_features, _whole_blank
 _GEMMA3 = VisionFamily("Gemma 3", ("vision_tower", "multi_modal_projector"), ("pixel_values",), *_WHOLE, two_way=True)
-_ITS_TEXT: Any = {"in_parts": True, "marks": "token_type_ids", "stands": "boi_token_id", "spelled": _whole_text}
+_ITS_TEXT: Any = {"marks": "token_type_ids", "stands": "boi_token_id", "spelled": _whole_text}
 
 FAMILIES: Mapping[str, VisionFamily] = {
     "qwen2_vl": _GRIDS("Qwen2-VL", features=_grid_features),

@@ -73,6 +73,28 @@ def check_template(tokenizer: Any) -> None:
     unusable.when(getattr(tokenizer, "chat_template", None) is None, "template/none")
 
 
+def reads_parts_alone(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a chat template passes over a content that is text, and reads lists of parts alone."""
+    turns, how = [{"role": "user", "content": _MARK}], {**template_kwargs, "tokenize": False}
+    try:
+        shown = (str(tokenizer.apply_chat_template(each, **how)) for each in (turns, in_parts(turns)))
+        return [_MARK in text for text in shown] == [False, True]
+    except (TemplateError, *UNREADABLE):  # whoever renders the messages themselves says so
+        return False
+
+
+def in_parts(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose contents are lists of parts."""
+    return [{**turn, "content": parts_of(turn.get("content"))} for turn in messages]
+
+
+def parts_of(content: Any) -> list[dict[str, Any]]:
+    """Returns a message's content as parts, each with its own keys."""
+    if not isinstance(content, list):
+        return [] if content is None else [{"type": "text", "text": content}]
+    return [{key: value for key, value in part.items() if value is not None} for part in content]
+
+
 class Chat:
     """Conversations in a tokenizer's chat template, with images where something reads them."""
 
@@ -82,6 +104,7 @@ class Chat:
         check_template(tokenizer)
         self._tokenizer, self._images = tokenizer, images
         self._kwargs = dict(template_kwargs or {})
+        self._in_parts = reads_parts_alone(tokenizer, self._kwargs)
         self._closing: str | None = None
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -158,6 +181,7 @@ class Chat:
         else:
             unusable.when(any(map(shows_image, messages)), "images/text", roles=_roles(messages))
             own = copy.deepcopy(list(messages))
+        own = in_parts(own) if self._in_parts else own
         try:
             return self._tokenizer.apply_chat_template(own, tools=list(schemas) or None, **how, **self._kwargs)
         except (TemplateError, TypeError) as error:

@@ -271,6 +271,19 @@ def test_rewards_of_a_plain_run_see_turns_as_the_tokenizer_reads_them(tmp_path: 
         assert turns == [{"role": "assistant", "thinking": "hm", "content": f"{length} after {context}"}]
 
 
+PARTS_ALONE = TEMPLATE.replace(
+    "{{ m.content }}", "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_reads_parts_alone_is_given_parts() -> None:
+    turn, seen = {"role": "assistant", "content": "four"}, [{"role": "user", "content": "and then?"}]
+    plain, alone = (Chat(chat_tokenizer(template)) for template in (TEMPLATE, PARTS_ALONE))
+    for messages in ([QUESTION], [QUESTION, turn, *seen]):
+        assert alone.first(messages, ()) == plain.first(messages, ())
+    assert alone.following(turn, EOS_ID, seen, ()) == plain.following(turn, EOS_ID, seen, ())
+
+
 STRIPS = TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 
 
