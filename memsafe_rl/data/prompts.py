@@ -25,7 +25,7 @@ from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_
 from memsafe_rl.micro_batches import prompt_order
 from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.vision.families import KNOWN
-from memsafe_rl.rollout.multi_turn.chat import check_template, in_parts, parts_of, reads_parts_alone, shows_image
+from memsafe_rl.rollout.multi_turn.chat import check_template, contents_for, in_parts, parts_of, shows_image
 from memsafe_rl.rollout.multi_turn.protocol import ImageContexts
 
 Repeat = Callable[..., Any]
@@ -309,8 +309,7 @@ class PromptTokenizer(PromptReader):
         check_template(self.tokenizer)
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **(self.template_kwargs or {})}
         text = {**how, "tokenize": False, "return_dict": False}
-        if reads_parts_alone(self.tokenizer, self.template_kwargs or {}):
-            prompts = list(map(in_parts, prompts))
+        prompts = list(map(contents_for(self.tokenizer, self.template_kwargs or {}), prompts))
         try:
             if self.spelled is not None:
                 texts = map(self.spelled, self.tokenizer.apply_chat_template(list(prompts), **text))

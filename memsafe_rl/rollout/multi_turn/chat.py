@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any
 
@@ -15,18 +16,23 @@ from jinja2 import TemplateError
 from memsafe_rl.errors import DataError
 from memsafe_rl.rollout import refusal, unusable
 from memsafe_rl.rollout.multi_turn.protocol import Action, ImageContexts, Message, ToolCall
+from memsafe_rl.rollout.multi_turn.turn_reading import (
+    PROBE,
+    PROBE_SCHEMAS,
+    UNREADABLE,
+    TurnReader,
+    by_tags,
+    calling,
+    encodable,
+    parsed,
+    turn_reader,
+)
 
 _MARK = "\u241fturn\u241f"  # stands for what a turn said while its surroundings are rendered; nobody writes this
 _STAND_INS = _MARK, f"<think>\n{_MARK}\n</think>\n\n{_MARK}"  # some templates put empty thoughts before a last turn
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-"""How Qwen, SmolLM3 and Hermes write a call: JSON with "name" and "arguments"."""
-
-_DEEPEST_TURN = 64
-"""Lists and objects inside each other in a turn, 4 of them around a call's arguments: copying and rendering recurse."""
-
-
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What reading a malformed turn may raise."""
+_THOUGHTS = ("reasoning_content", "thinking")
+"""Keys of messages under which chat templates look for thoughts."""
+_ASKED: Message = {"role": "user", "content": "?"}
 
 
 class UnrenderableError(DataError):
@@ -73,14 +79,30 @@ def check_template(tokenizer: Any) -> None:
     unusable.when(getattr(tokenizer, "chat_template", None) is None, "template/none")
 
 
-def reads_parts_alone(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a chat template passes over a content that is text, and reads lists of parts alone."""
-    turns, how = [{"role": "user", "content": _MARK}], {**template_kwargs, "tokenize": False}
-    try:
-        shown = (str(tokenizer.apply_chat_template(each, **how)) for each in (turns, in_parts(turns)))
-        return [_MARK in text for text in shown] == [False, True]
-    except (TemplateError, *UNREADABLE):  # whoever renders the messages themselves says so
-        return False
+def contents_for(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Sequence[Message]], list[Message]]:
+    """Returns what gives messages contents that a chat template shows: parts, where it reads them alone, or texts."""
+    turn, how = [{"role": "user", "content": _MARK}], {**template_kwargs, "tokenize": False}
+
+    def shown(form: Callable[[Sequence[Message]], list[Message]]) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(form(turn), **how))
+        except (TemplateError, *UNREADABLE):
+            return ""
+
+    as_text, as_parts = shown(list), shown(in_parts)
+    if _MARK in as_text:  # some templates leave parts out, others print the list itself
+        return list if _MARK in as_parts and not re.search("[\"']text[\"']:", as_parts) else in_texts
+    return in_parts if _MARK in as_parts else list
+
+
+def in_texts(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages whose parts, where all are texts, are one text."""
+    return [{**turn, "content": _joined(turn["content"])} if "content" in turn else turn for turn in messages]
+
+
+def _joined(content: Any) -> Any:
+    texts = isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content)
+    return text_of(content) if texts else content
 
 
 def in_parts(messages: Sequence[Message]) -> list[Message]:
@@ -104,7 +126,7 @@ class Chat:
         check_template(tokenizer)
         self._tokenizer, self._images = tokenizer, images
         self._kwargs = dict(template_kwargs or {})
-        self._in_parts = reads_parts_alone(tokenizer, self._kwargs)
+        self._contents = contents_for(tokenizer, self._kwargs)
         self._closing: str | None = None
 
     def first(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -139,38 +161,53 @@ class Chat:
         self, turn: Message, last_id: int, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]]
     ) -> list[int] | None:
         """Returns the ids between a model's turn and its next one; None unless they are the same after any turn."""
-        asked = {"role": "user", "content": "?"}
-        calls = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
-        thinks = "</think>" in text_of(turn.get("content"))
-        for said in _STAND_INS[thinks:]:
-            stand_in = {"role": "assistant", "content": said, **calls}
+        own = {"tool_calls": turn["tool_calls"]} if turn.get("tool_calls") else {}
+        own |= {name: _MARK for name in _THOUGHTS if turn.get(name)}
+        apart = any(name in own for name in _THOUGHTS)
+        thinks = apart or "</think>" in text_of(turn.get("content"))
+        for said in _STAND_INS[:1] if apart else _STAND_INS[thinks:]:
+            stand_in = {"role": "assistant", "content": said, **own}
             try:
-                before = self._text([asked, stand_in], schemas)
-                after = self._text([asked, stand_in, *messages], schemas, goes_on=True)
+                before = self._text([_ASKED, stand_in], schemas)
+                after = self._text([_ASKED, stand_in, *messages], schemas, goes_on=True)
             except UnrenderableError:
                 return None
             if after.startswith(before) and before.count(_MARK) > thinks:  # its thoughts stay, too
-                closing = self._turn_end(asked, before).removeprefix(self._tokenizer.decode([last_id]))
+                closing = self._turn_end(before).removeprefix(self._tokenizer.decode([last_id]))
                 return self._tokens(closing + after[len(before) :])
         return None
 
-    def _turn_end(self, asked: Message, rendered: str) -> str:
+    def _turn_end(self, rendered: str) -> str:
         """What the template writes behind a turn, with its own end-of-turn token."""
         if self._closing is None:
-            alone = self._text([asked, {"role": "assistant", "content": _MARK}], ())
+            alone = self._text([_ASKED, {"role": "assistant", "content": _MARK}], ())
             self._closing = alone[alone.rindex(_MARK) + len(_MARK) :]
         return self._closing if rendered.endswith(self._closing) else ""
 
     def read(self, context: Sequence[int], ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]) -> Action:
         """Reads a turn that the model drew: what it said, and which tools it calls."""
-        if schemas:
-            with suppress(*UNREADABLE):
-                if getattr(self._tokenizer, "response_template", None) is not None:
-                    return _parsed(self._tokenizer, list(ids), prefix=list(self.plain(context)), tools=list(schemas))
-                ends = [token for token in self._tokenizer.all_special_tokens if "tool_call" not in token]
-                return _action(_read_calls(self._tokenizer.decode(list(ids), skip_special_tokens=False), ends))
+        with suppress(*UNREADABLE):
+            if getattr(self._tokenizer, "response_template", None) is not None:
+                before, tools = list(self.plain(context)), list(schemas)
+                return parsed(self._tokenizer, list(ids), prefix=before, tools=tools)
+            if schemas:
+                reader = self._reader or partial(by_tags, self._tokenizer)
+                return reader(list(ids), list(self.plain(context)), schemas)
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return Action(text, message={"role": "assistant", "content": text}, malformed=bool(schemas))
+
+    @cached_property
+    def _reader(self) -> TurnReader | None:
+        """What reads a call as the chat template writes it."""
+        try:
+            asked, written = (self._text(turns, PROBE_SCHEMAS) for turns in ([_ASKED], [_ASKED, calling(PROBE)]))
+        except UnrenderableError:  # such as a template that takes arguments as text alone
+            return None
+        return turn_reader(self._tokenizer, asked, written)
+
+    def reads_calls(self) -> bool:
+        """Whether a call is read as one, as the chat template writes it."""
+        return getattr(self._tokenizer, "response_template", None) is not None or self._reader is not None
 
     def _text(self, messages: Sequence[Message], schemas: Sequence[Mapping[str, Any]], *, goes_on: bool = False) -> str:
         return str(self._rendered(messages, schemas, add_generation_prompt=goes_on, tokenize=False))
@@ -181,9 +218,10 @@ class Chat:
         else:
             unusable.when(any(map(shows_image, messages)), "images/text", roles=_roles(messages))
             own = copy.deepcopy(list(messages))
-        own = in_parts(own) if self._in_parts else own
         try:
-            return self._tokenizer.apply_chat_template(own, tools=list(schemas) or None, **how, **self._kwargs)
+            return self._tokenizer.apply_chat_template(
+                self._contents(own), tools=list(schemas) or None, **how, **self._kwargs
+            )
         except (TemplateError, TypeError) as error:
             raise UnrenderableError(
                 f"the chat template cannot render messages of the roles {_roles(messages)}: {error} Set "
@@ -200,15 +238,6 @@ def shows_image(turn: Mapping[str, Any]) -> bool:
     """Whether a message has an image, or a place for one."""
     parts = turn.get("content")
     return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts)
-
-
-def encodable(value: Any) -> Any:
-    """Replaces what is no text in strings: halves of surrogate pairs, which JSON can spell and tokenizers refuse."""
-    if isinstance(value, str):
-        return value if value.isascii() else value.encode(errors="replace").decode()
-    if isinstance(value, Mapping):
-        return {encodable(name): encodable(one) for name, one in value.items()}
-    return [encodable(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_template(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
@@ -256,74 +285,12 @@ def shared_messages(said: Sequence[Message], sent: Sequence[Message]) -> int:
 def check_tools(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> None:
     """Refuses a chat template that does not tell the model of its tools, or does not show it their results."""
     name = str(schemas[0].get("function", schemas[0]).get("name"))
-    asked: Message = {"role": "user", "content": "?"}
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    told = chat._text([asked], schemas)
-    shown = chat._text([asked, turn, {"role": "tool", "name": name, "content": _MARK}], schemas)
+    told = chat._text([_ASKED], schemas)
+    turn = calling(ToolCall(name, {}))
+    shown = chat._text([_ASKED, turn, {"role": "tool", "name": name, "content": _MARK}], schemas)
     for what, missing in (("the tools", name not in told), ("the results of tools", _MARK not in shown)):
         refusal.when(missing, "chat_template", what=what, name=name)
-
-
-def _read_calls(text: str, ends: Sequence[str]) -> Message:
-    """Reads JSON calls between tags; raises ValueError where they cannot be read."""
-    for end in ends:
-        text = text.replace(end, "")
-    calls = [json.loads(found) for found in _TOOL_CALL.findall(text)]
-    rest = _TOOL_CALL.sub("", text).strip()
-    if "<tool_call>" in rest:
-        raise ValueError("a call is not closed")
-    message: Message = {"role": "assistant", "content": rest}
-    if calls:
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return message
-
-
-def message_of(tokenizer: Any, context: Sequence[int] | None, ids: Sequence[int]) -> Message:
-    """Reads a turn as the tokenizer's `response_template` has it; a malformed one is its text."""
-    try:
-        return _parsed(tokenizer, list(ids), prefix=context).message
-    except UNREADABLE:
-        return {"role": "assistant", "content": tokenizer.decode(list(ids), skip_special_tokens=True)}
-
-
-def _parsed(tokenizer: Any, ids: list[int], **how: Any) -> Action:
-    """Has a tokenizer read a turn; an end of its own that its `response_template` does not name is no content."""
-    message = tokenizer.parse_response(ids, **how)
-    if isinstance(message, Mapping) and isinstance(message.get("content"), str):
-        message = {**message, "content": message["content"].removesuffix(tokenizer.eos_token or "")}
-    return _action(message)
-
-
-def _action(message: Any) -> Action:
-    """Turns a parsed message into an action; raises ValueError where a call has no name or no arguments."""
-    if not isinstance(message, Mapping):
-        raise ValueError("no message")
-    check_depth(message)
-    message = encodable(message)
-    calls, written = [], []
-    for call in message.get("tool_calls") or ():
-        function = call["function"]
-        name, arguments = function["name"], function.get("arguments", {})
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            raise ValueError("a call has no name, or no arguments by name")
-        calls.append(ToolCall(name, copy.deepcopy(dict(arguments))))
-        written.append({**call, "function": {**function, "arguments": arguments}})
-    text = str(message.get("content") or "")
-    kept = {name: value for name, value in message.items() if name != "tool_calls"}
-    own = {"tool_calls": written} if written else {}
-    return Action(text, tuple(calls), {"role": "assistant", **kept, **own, "content": text})
-
-
-def check_depth(message: Any) -> None:
-    """Raises ValueError where lists and objects lie deeper inside each other than a turn needs."""
-    level = [message]
-    for _ in range(_DEEPEST_TURN):
-        inner = [one.values() if isinstance(one, Mapping) else one for one in level]
-        level = [one for values in inner for one in values if isinstance(one, (Mapping, list, tuple))]
-        if not level:
-            return
-    raise ValueError(f"a turn is deeper than {_DEEPEST_TURN} lists and objects")
+    refusal.when(not chat.reads_calls(), "response_template", name=name)
 
 
 def _roles(messages: Sequence[Message]) -> str:

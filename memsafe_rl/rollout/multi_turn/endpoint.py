@@ -16,9 +16,10 @@ from ipaddress import ip_address
 from typing import Any
 
 from memsafe_rl.rollout import refusal
-from memsafe_rl.rollout.multi_turn.chat import UNREADABLE, as_template, check_depth, encodable
+from memsafe_rl.rollout.multi_turn.chat import as_template
 from memsafe_rl.rollout.multi_turn.protocol import Action, Message
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
+from memsafe_rl.rollout.multi_turn.turn_reading import UNREADABLE, check_depth, encodable
 
 logger = logging.getLogger(__name__)
 

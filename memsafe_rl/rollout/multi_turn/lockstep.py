@@ -20,10 +20,11 @@ from torch import Tensor
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.rewards.background import BackgroundLoop
 from memsafe_rl.rollout import refusal, unusable
-from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, encodable, shared_messages, shows_image
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, TurnFormat, shared_messages, shows_image
 from memsafe_rl.rollout.multi_turn.episode import Ending, Episode, EpisodeLimits, LiveEpisode, turn_key
 from memsafe_rl.rollout.multi_turn.protocol import Environment, ImageContexts, Message, Observation, Rewritten, Step
 from memsafe_rl.rollout.multi_turn.tools import are_parts, tool_schemas
+from memsafe_rl.rollout.multi_turn.turn_reading import encodable
 from memsafe_rl.rollout.multi_turn.users import NO_ANSWER, CallableUser, ModelUser, as_seen_by_user
 from memsafe_rl.types import Completion, SequenceKey
 

@@ -101,14 +101,14 @@ class ToolEnvironment(Environment):
             return _Failed(f"Unknown tool {call.name!r}; there are {', '.join(sorted(self._functions))}.")
         try:
             return function(**call.arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # what runs a model's code may meet its exit()
             return _failed(error)
 
     async def _awaited(self, calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
         known = []
         for result in results:
             if inspect.isawaitable(result):  # gathered: that a task of the tool's own was cancelled is its failure only
-                (result,) = await asyncio.gather(result, return_exceptions=True)
+                (result,) = await asyncio.gather(_without_exit(result), return_exceptions=True)
                 result = _failed(result) if isinstance(result, BaseException) else result
             known.append(result)
         return _told(calls, known)
@@ -149,6 +149,13 @@ class _Failed(dict[str, str]):
         super().__init__(error=reason)
 
 
+async def _without_exit(result: Awaitable[Any]) -> Any:
+    try:
+        return await result
+    except SystemExit as error:  # which would end the loop that awaits all tools
+        return _failed(error)
+
+
 def _failed(error: BaseException) -> _Failed:
     """Turns what a tool raised into its result; memory that ran out is no answer."""
     if is_out_of_memory(error):
@@ -170,8 +177,12 @@ def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:
 
 def are_parts(value: Any) -> bool:
     """Whether a value is the parts of one message's content, texts and images."""
-    listed = value if isinstance(value, list) else []
-    return bool(listed) and all(isinstance(one, Mapping) and "type" in one and "role" not in one for one in listed)
+    return bool(value) and isinstance(value, list) and all(map(_is_part, value))
+
+
+def _is_part(value: Any) -> bool:
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    return kind == "image" or (kind == "text" and isinstance(value.get("text"), str))
 
 
 def _shown(result: Any) -> Any:

@@ -136,7 +136,16 @@ def _checked_stops(stops: Any) -> tuple[str, ...]:
 
 
 def as_seen_by_user(messages: Sequence[Message]) -> list[Message]:
-    """Turns a conversation round: the user sees its own words as the assistant's, and nothing of tools."""
+    """Turns a conversation round: the user sees its own words as the assistant's, nothing of tools, and no thoughts."""
     flipped = {"user": "assistant", "assistant": "user"}
-    said = (message for message in messages if message["role"] in flipped and message.get("content"))
-    return [{"role": flipped[message["role"]], "content": message["content"]} for message in said]
+    said = ((flipped[one["role"]], _aloud(one)) for one in messages if one["role"] in flipped)
+    return [{"role": role, "content": content} for role, content in said if content]
+
+
+def _aloud(message: Message) -> Any:
+    """Returns the content of a message without the thoughts that stand in it."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return content
+    _, closed, rest = content.rpartition("</think>")
+    return rest.lstrip("\n") if closed else content.partition("<think>")[0]

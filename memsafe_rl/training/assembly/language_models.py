@@ -34,7 +34,7 @@ from memsafe_rl.models.teacher import Teacher
 from memsafe_rl.models.vision.families import FAMILIES
 from memsafe_rl.models.vision.image_prompts import ImagePrompts
 from memsafe_rl.models.vision.processors import processor_for
-from memsafe_rl.rollout.multi_turn.chat import message_of
+from memsafe_rl.rollout.multi_turn.turn_reading import message_of
 from memsafe_rl.rollout.native.sequences import check_settings
 from memsafe_rl.training import refusal
 from memsafe_rl.training.assembly.inputs import model_facts, prompt_reader, prompt_room, router_losses

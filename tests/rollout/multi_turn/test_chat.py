@@ -9,9 +9,10 @@ import pytest
 from trl.chat_template_utils import add_response_schema, parse_response, qwen3_chat_template
 
 from memsafe_rl.errors import ConfigError, DataError
-from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, check_tools, encodable, message_of
+from memsafe_rl.rollout.multi_turn.chat import Chat, PlainText, check_tools
 from memsafe_rl.rollout.multi_turn.protocol import Message
 from memsafe_rl.rollout.multi_turn.tools import tool_schemas
+from memsafe_rl.rollout.multi_turn.turn_reading import encodable, message_of
 from tests.rollout.multi_turn.helpers import FORGETFUL, TEMPLATE, chat_tokenizer
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.trainers.helpers import make_trainer

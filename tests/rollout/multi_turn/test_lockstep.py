@@ -242,6 +242,27 @@ def test_a_tool_whose_own_task_was_cancelled_has_failed() -> None:
     assert (episode.tool_calls, episode.tool_failures) == (1, 1)
 
 
+def test_a_tool_that_exits_has_failed_and_data_of_a_kind_is_shown_as_text() -> None:
+    async def waits() -> str:
+        """Awaits what exits."""
+        raise SystemExit("late")
+
+    def leaves() -> str:
+        """Exits."""
+        raise SystemExit("bye")
+
+    def lists() -> Any:
+        """Lists rooms."""
+        return [{"type": "suite", "price": 120}]
+
+    tokenizer = chat_tokenizer()
+    for tool, told in ((waits, "{'error': 'late'}"), (leaves, "{'error': 'bye'}"), (lists, str(lists()))):
+        agent = says(tokenizer, script(KEY, f'<tool_call>{{"name": "{tool.__name__}"}}</tool_call>'))
+        (episode,) = play([beginning(ToolEnvironment([tool]))], table(tokenizer, agent))
+        assert episode.messages[1]["content"] == told
+        assert (episode.tool_calls, episode.tool_failures) == (1, int("error" in told))
+
+
 # ------------------------------------------------------------------ users
 
 
