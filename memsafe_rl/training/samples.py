@@ -77,7 +77,7 @@ class Samples:
     @property
     def lengths(self) -> Tensor:
         """Counts, (B,) float32, the actions of each completion that the model itself chose."""
-        masks = self.masks or [None] * len(self.completions)
+        masks = self.masks or [one.mask for one in self.completions]
         counts = [
             len(one.ids) if mask is None else int(mask.sum()) for one, mask in zip(self.completions, masks, strict=True)
         ]
