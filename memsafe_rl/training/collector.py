@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from memsafe_rl.accounting import charge, host_memory
-from memsafe_rl.data.environments import episode_metrics
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
@@ -257,10 +256,11 @@ class Collector:
         with setup.memory.phase(answering):
             pending = self._begin_rewards(groups, mine, given, said, state)
         nothing, sampler = [None] * len(mine), [given.external] * len(mine)
-        columns = given.conditions, given.completions, given.masks or nothing, said, given.pieces or nothing, sampler
+        columns = given.conditions, given.completions, said, sampler
+        optional = [values or nothing for values in (given.masks, given.pieces, given.counts)]
         try:
-            rows = gather([*zip(*columns, strict=True)])
-            conditions, completions, masks, texts, pieces, external = zip(*rows, strict=True)
+            rows = gather([*zip(*columns, *optional, strict=True)])
+            conditions, completions, texts, external, masks, pieces, counts = zip(*rows, strict=True)
             samples = Samples(
                 prompts=groups.prompts,
                 group_size=groups.size,
@@ -272,7 +272,7 @@ class Collector:
                 extras=(),
                 external=all(external),
                 pieces=() if None in pieces else pieces,
-                facts=episode_metrics(gather([given.counts])) if self.episodes.played else {},
+                counts=() if None in counts else counts,
             )
         except BaseException:
             pending.cancel()
