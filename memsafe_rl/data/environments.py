@@ -15,7 +15,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, own_row
+from memsafe_rl.data.prompts import PLACEHOLDER, PromptReader, Prompts, Repeat, columns_of, copied, own_row
 from memsafe_rl.errors import do_each
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
@@ -182,10 +182,6 @@ class EnvironmentPool:
         name = example.pop("environment", None) if self.named else None
         unusable.when(name not in self._pools, "environment/name", name=name, pools=", ".join(map(repr, self._pools)))
         return self._pools[name].take()
-
-
-PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
-"""Prompt of datasets that have none, as in TRL: their environments give it."""
 
 
 def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *, evaluates: bool = False) -> Any:

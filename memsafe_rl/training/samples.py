@@ -73,6 +73,8 @@ class Samples:
     stale: tuple[bool, ...] = ()  # per completion, whether older weights drew some of it; () where none is
     # per completion, the sequences that train on it; () where each is one
     pieces: tuple[tuple[Piece, ...], ...] = ()
+    # per completion, what its environment made of the prompt, images left out; () where it is the dataset's
+    asked: tuple[Any, ...] = ()
     counts: tuple[dict[str, int], ...] = ()  # per completion, what its episode did; () where none is an episode
 
     @property
@@ -105,7 +107,7 @@ class Samples:
         )
 
 
-_OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces", "counts")
+_OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces", "asked", "counts")
 """Fields of `Samples` that have an entry for each completion."""
 
 

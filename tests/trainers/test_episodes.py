@@ -117,11 +117,15 @@ def trainer_of(folder: Path, **given: Any) -> GRPOTrainer:
     return GRPOTrainer(args=GRPOConfig(output_dir=str(folder), **settings), **{**defaults, **arguments})
 
 
-def first_rollout(trainer: GRPOTrainer) -> Trajectory:
+def collected(trainer: GRPOTrainer) -> Rollout:
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     trainer.loop.begin_step()
-    return trainer.loop.collect().trajectory
+    return trainer.loop.collect()
+
+
+def first_rollout(trainer: GRPOTrainer) -> Trajectory:
+    return collected(trainer).trajectory
 
 
 # ------------------------------------------------------------------ what is learnt from
@@ -418,6 +422,18 @@ def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
         trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
     with pytest.raises(ConfigError, match=r"column 'environment' names the one that plays"):
         trainer_of(tmp_path, environment_factory={"till": Till}, train_dataset=None, max_steps=1)
+
+
+def test_tables_show_what_environments_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They showed the dataset's placeholder, of which it was said that it repeats."""
+
+    def spoils(prompts: Any, **_: Any) -> list[float]:
+        return [float(len(prompt.pop())) for prompt in prompts]
+
+    trainer = trainer_of(tmp_path, reward_funcs=spoils, environment_factory=Till, train_dataset=None)
+    table = collected(trainer).table
+    assert [row["prompt"] for row in table] == [[{"role": "user", "content": "pay"}]] * 8
+    assert "repeat" not in caplog.text
 
 
 @pytest.mark.parametrize(
