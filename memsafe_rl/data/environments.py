@@ -15,7 +15,7 @@ from memsafe_rl.accounting import host_memory
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.data import refusal, unusable
 from memsafe_rl.data.external_rollout import ExternalRollout
-from memsafe_rl.data.prompts import PromptReader, Prompts, Repeat, columns_of, copied, own_row
+from memsafe_rl.data.prompts import PLACEHOLDER, PromptReader, Prompts, Repeat, columns_of, copied, own_row
 from memsafe_rl.errors import do_each
 from memsafe_rl.ops.losses import LOSSES
 from memsafe_rl.rollout.multi_turn.chat import Chat, check_tools, text_of
@@ -171,7 +171,7 @@ class EnvironmentPool:
             pieces=[episode.segments for episode in episodes],
             prompts=[_seen(episode.prompt, episode) for episode in episodes],
             texts=[_seen(episode.messages, episode) for episode in episodes],
-            counts=episode_counts(episodes),
+            counts=[episode_counts(episode) for episode in episodes],
         )
 
     def close(self) -> None:
@@ -182,10 +182,6 @@ class EnvironmentPool:
         name = example.pop("environment", None) if self.named else None
         unusable.when(name not in self._pools, "environment/name", name=name, pools=", ".join(map(repr, self._pools)))
         return self._pools[name].take()
-
-
-PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
-"""Prompt of datasets that have none, as in TRL: their environments give it."""
 
 
 def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *, evaluates: bool = False) -> Any:
@@ -207,19 +203,22 @@ def with_prompts(config: TrainerConfig, dataset: Any, stage: EnvironmentPool, *,
     return dataset
 
 
-def episode_counts(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Counts what a rank's episodes did."""
-    counts = Counter(episode.ending.value for episode in episodes)
-    for episode in episodes:
-        done = {"calls": episode.tool_calls, "failures": episode.tool_failures, "malformed": episode.malformed}
-        counts.update(done, episodes=1, turns=episode.turns, sequences=len(episode.segments))
-    return dict(counts)
+def episode_counts(episode: Episode) -> dict[str, int]:
+    """Counts what an episode did."""
+    return {
+        "calls": episode.tool_calls,
+        "failures": episode.tool_failures,
+        "malformed": episode.malformed,
+        "turns": episode.turns,
+        "sequences": len(episode.segments),
+        episode.ending.value: 1,
+    }
 
 
-def episode_metrics(ranks: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Says how a rollout's episodes went, of what each rank counted; TRL's names where it has them."""
-    total: Counter[str] = sum(map(Counter, ranks), Counter())
-    count, calls, turns = total["episodes"], max(1, total["calls"]), max(1, total["turns"])
+def episode_metrics(episodes: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    """Says how episodes went, of what each counted; TRL's names where it has them."""
+    total: Counter[str] = sum(map(Counter, episodes), Counter())
+    count, calls, turns = len(episodes), max(1, total["calls"]), max(1, total["turns"])
     return {
         "tools/call_frequency": total["calls"] / count,
         "tools/failure_frequency": total["failures"] / calls,

@@ -38,7 +38,7 @@ class ExternalRollout:
     prompts: list[Any] | None = None  # per row, what the reward functions see of the prompt; None for the dataset's
     # per row, what the reward functions see of the completion; None for its tokens as text
     texts: list[Any] | None = None
-    counts: Mapping[str, int] = field(default_factory=dict)  # what its episodes did
+    counts: list[dict[str, int]] | None = None  # per row, what its episode did; None where there are no episodes
 
 
 def read_rollout(output: Any, *, rows: int, vocab_size: int, ends: Collection[int]) -> ExternalRollout:

@@ -31,6 +31,9 @@ from memsafe_rl.rollout.multi_turn.protocol import ImageContexts
 Repeat = Callable[..., Any]
 """Runs a function on its arguments, again where memory runs out, and gives what it gives."""
 
+PLACEHOLDER: list[dict[str, str]] = [{"role": "user", "content": ""}]
+"""Prompt of datasets that have none, as in TRL: their environments give it."""
+
 COLUMNS = ("image", "images")
 """Columns of a row that hold its images, as in TRL."""
 
@@ -431,7 +434,8 @@ def usable_prompts(examples: Any, tokenizer: PromptReader, *, overlong: str, nam
         if not (one_by_one or isinstance(error, PromptError)):
             raise
         raise DataError(f"{name}[{len(lengths) + getattr(error, 'place', 0)}]: {error}") from error
-    if repeats and isinstance(tokenizer, PromptTokenizer):  # images differ where their tokens do not
+    # images differ where their tokens do not, and what environments ask where the dataset asks nothing
+    if repeats and isinstance(tokenizer, PromptTokenizer) and first != PLACEHOLDER:
         told = "%s: %d of %d prompts repeat an earlier one, the first of them at row %d; duplicates are kept"
         logger.warning(told, name, len(repeats), len(lengths), repeats[0])
     return _within(lengths, tokenizer, overlong, name)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from memsafe_rl.accounting import charge, host_memory
-from memsafe_rl.data.environments import episode_metrics
 from memsafe_rl.data.external_rollout import ExternalRollout, check_contexts, read_rollout
 from memsafe_rl.data.partial_rollouts import (
     Gathered,
@@ -253,14 +252,16 @@ class Collector:
         said = given.texts
         if said is None:
             said = setup.models.decoded(groups.prompts, given.conditions, given.completions)
+        shown = given.prompts and list(map(hollow, given.prompts))
         answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
         with setup.memory.phase(answering):
             pending = self._begin_rewards(groups, mine, given, said, state)
         nothing, sampler = [None] * len(mine), [given.external] * len(mine)
-        columns = given.conditions, given.completions, given.masks or nothing, said, given.pieces or nothing, sampler
+        columns = given.conditions, given.completions, said, sampler
+        optional = [values or nothing for values in (given.masks, given.pieces, shown, given.counts)]
         try:
-            rows = gather([*zip(*columns, strict=True)])
-            conditions, completions, masks, texts, pieces, external = zip(*rows, strict=True)
+            rows = gather([*zip(*columns, *optional, strict=True)])
+            conditions, completions, texts, external, masks, pieces, asked, counts = zip(*rows, strict=True)
             samples = Samples(
                 prompts=groups.prompts,
                 group_size=groups.size,
@@ -272,7 +273,8 @@ class Collector:
                 extras=(),
                 external=all(external),
                 pieces=() if None in pieces else pieces,
-                facts=episode_metrics(gather([given.counts])) if self.episodes.played else {},
+                asked=() if None in asked else asked,
+                counts=() if None in counts else counts,
             )
         except BaseException:
             pending.cancel()
@@ -380,7 +382,7 @@ class Collector:
         for name, values in given.extra.items():
             columns[name] = list(values) if isinstance(values, (list, tuple)) else [values] * len(mine)
         return self._setup.rewards.begin(
-            given.prompts or [copied(prompts.prompts[row // size]) for row in mine],
+            list(map(copied, given.prompts or [prompts.prompts[row // size] for row in mine])),
             [copied(text) if isinstance(text, list) else text for text in texts],
             self._setup.models.completion_ids(given.completions),
             columns,
@@ -444,10 +446,11 @@ class Collector:
         return {**metrics, **sample_metrics(rewards_PG, config.eval_tries, config.eval_pass_threshold)}
 
     def _table(self, samples: Samples, advantages: AdvantageResult) -> tuple[dict[str, Any], ...]:
-        names = self._setup.rewards.names
+        names, prompts = self._setup.rewards.names, samples.prompts.prompts
+        asked = samples.asked or [hollow(prompt) for prompt in prompts for _ in range(samples.group_size)]
         return tuple(
             {
-                "prompt": hollow(samples.prompts.prompts[row // samples.group_size]),
+                "prompt": asked[row],
                 "completion": self._setup.models.loggable(samples.texts[row]),
                 **samples.extras[row],
                 **{name: samples.rewards_BF[row, column].item() for column, name in enumerate(names)},

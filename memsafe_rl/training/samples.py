@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memsafe_rl.accounting import charge, claim, host_memory
+from memsafe_rl.data.environments import episode_metrics
 from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
@@ -72,12 +73,14 @@ class Samples:
     stale: tuple[bool, ...] = ()  # per completion, whether older weights drew some of it; () where none is
     # per completion, the sequences that train on it; () where each is one
     pieces: tuple[tuple[Piece, ...], ...] = ()
-    facts: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
+    # per completion, what its environment made of the prompt, images left out; () where it is the dataset's
+    asked: tuple[Any, ...] = ()
+    counts: tuple[dict[str, int], ...] = ()  # per completion, what its episode did; () where none is an episode
 
     @property
     def lengths(self) -> Tensor:
         """Counts, (B,) float32, the actions of each completion that the model itself chose."""
-        masks = self.masks or [None] * len(self.completions)
+        masks = self.masks or [one.mask for one in self.completions]
         counts = [
             len(one.ids) if mask is None else int(mask.sum()) for one, mask in zip(self.completions, masks, strict=True)
         ]
@@ -104,7 +107,7 @@ class Samples:
         )
 
 
-_OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces")
+_OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces", "asked", "counts")
 """Fields of `Samples` that have an entry for each completion."""
 
 
@@ -206,7 +209,8 @@ def rollout_metrics(samples: Samples, advantages: AdvantageResult, names: Sequen
         values = samples.rewards_BF[:, column]
         metrics[f"rewards/{name}/mean"], metrics[f"rewards/{name}/std"] = _mean_std(values)
     metrics["reward"], metrics["reward_std"] = _mean_std(advantages.rewards_B)
-    metrics |= samples.facts
+    if samples.counts:
+        metrics |= episode_metrics(samples.counts)
     flat = torch.isclose(advantages.std_B, torch.zeros_like(advantages.std_B))
     metrics["frac_reward_zero_std"] = flat.float().mean().item()
     return metrics

@@ -57,6 +57,8 @@ def engine(*, drops: int = 0, **changes: Any) -> Engine:
         (engine(model_logprobs=torch.tensor([0.0, -torch.inf])), "model_logprobs may be NaN where nobody knows them"),
         (engine(model_logprobs=None), r"row 0 model_logprobs \(\) NoneType"),
         (engine(mask=torch.ones(3, dtype=torch.uint8)), r"row 0 a mask \(3,\)\. Give 0 or 1 for each of its 2 tokens"),
+        (engine(mask=torch.tensor([1, -1])), r"a mask \(2,\)\. Give 0 or 1 for each of its 2 tokens"),
+        (engine(mask=torch.tensor([1.0, torch.nan])), "Give 0 or 1 for each of its 2 tokens"),
         (engine(finished=None), r"gave row 0 finished=None\. Give True where an end token"),
         (engine(ids=[5, 6]), r"gave row 0 ids \(\) list\. Give 1 to 6 token ids"),
         (engine(logprobs=[0.0, 0.0]), r"gave row 0 logprobs \(\) list\. Give one for each token"),

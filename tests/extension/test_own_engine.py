@@ -1,6 +1,7 @@
 """A user's own engine draws for a run: it is repeated when memory runs out, and its log-probs are corrected."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,3 +40,19 @@ def test_an_engine_passed_from_outside_is_retried_and_corrected(tmp_path: Path) 
     assert relative(doubled, 2 * honest) < 1e-5
     assert [event["event"] for event in trainers[1].memory_events].count("retry") == 1
     assert trainers[0].train().global_step == 2
+
+
+def test_tokens_that_an_engine_masks_are_not_counted(tmp_path: Path) -> None:
+    """Its mask may be of any type that holds 0 and 1."""
+
+    def half(context: EngineContext) -> FunctionEngine:
+        whole = by_hand(context).draw_rows
+        masks = [torch.arange(6) > 2, (torch.arange(6) > 2).float()] * 4
+        return FunctionEngine(
+            context,
+            lambda *asked: [replace(one, mask=mask) for one, mask in zip(whole(*asked), masks, strict=True)],
+        )
+
+    trainer = make_trainer(tmp_path, rollout_engine=half, max_steps=1)
+    trainer.train()
+    assert trainer.history[0]["completions/mean_length"] == 3.0

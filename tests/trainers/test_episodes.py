@@ -117,11 +117,15 @@ def trainer_of(folder: Path, **given: Any) -> GRPOTrainer:
     return GRPOTrainer(args=GRPOConfig(output_dir=str(folder), **settings), **{**defaults, **arguments})
 
 
-def first_rollout(trainer: GRPOTrainer) -> Trajectory:
+def collected(trainer: GRPOTrainer) -> Rollout:
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     trainer.loop.begin_step()
-    return trainer.loop.collect().trajectory
+    return trainer.loop.collect()
+
+
+def first_rollout(trainer: GRPOTrainer) -> Trajectory:
+    return collected(trainer).trajectory
 
 
 # ------------------------------------------------------------------ what is learnt from
@@ -418,6 +422,18 @@ def test_environments_alone_need_no_dataset(tmp_path: Path) -> None:
         trainer_of(tmp_path, environment_factory=Till, train_dataset=None, max_steps=-1)
     with pytest.raises(ConfigError, match=r"column 'environment' names the one that plays"):
         trainer_of(tmp_path, environment_factory={"till": Till}, train_dataset=None, max_steps=1)
+
+
+def test_tables_show_what_environments_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They showed the dataset's placeholder, of which it was said that it repeats."""
+
+    def spoils(prompts: Any, **_: Any) -> list[float]:
+        return [float(len(prompt.pop())) for prompt in prompts]
+
+    trainer = trainer_of(tmp_path, reward_funcs=spoils, environment_factory=Till, train_dataset=None)
+    table = collected(trainer).table
+    assert [row["prompt"] for row in table] == [[{"role": "user", "content": "pay"}]] * 8
+    assert "repeat" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -869,10 +885,27 @@ def test_each_episode_has_its_row_for_itself(tmp_path: Path) -> None:
     assert {length for _, length in seen} == {1}
 
 
-def test_what_ranks_count_is_divided_once() -> None:
-    """Averages of the ranks' rates would say 0.5 of ten calls of which one failed."""
-    first = {"episodes": 1, "calls": 1, "failures": 1, "turns": 2, "sequences": 1, "no room": 1}
-    second = {"episodes": 3, "calls": 9, "failures": 0, "turns": 6, "sequences": 3, "malformed": 4}
-    found = episode_metrics([first, second, {}])
+def test_what_episodes_count_is_divided_once() -> None:
+    """Averages of the episodes' rates would say 0.5 of ten calls of which one failed."""
+    first = {"calls": 1, "failures": 1, "turns": 2, "sequences": 1, "no room": 1}
+    second = {"calls": 9, "failures": 0, "turns": 6, "sequences": 3, "malformed": 4}
+    found = episode_metrics([first, second])
     assert (found["tools/failure_frequency"], found["tools/malformed_frequency"]) == (0.1, 0.5)
-    assert (found["tools/call_frequency"], found["episodes/mean_turns"], found["episodes/no_room"]) == (2.5, 2.0, 0.25)
+    assert (found["tools/call_frequency"], found["episodes/mean_turns"], found["episodes/no_room"]) == (5.0, 4.0, 0.5)
+
+
+def test_metrics_of_episodes_are_those_of_the_groups_that_dynamic_sampling_keeps(tmp_path: Path) -> None:
+    """They were the first round's, whatever replaced its groups."""
+
+    class Longer(Digits):
+        def reset(self, example: Any) -> Any:
+            self.turns = 1 if example["number"] < 2 else 3
+            return super().reset(example)
+
+        def reward(self) -> float:
+            return 0.0 if self.turns == 1 else super().reward()
+
+    settings: dict[str, Any] = {"dynamic_sampling": True, "shuffle_dataset": False, "max_steps": 1}
+    trainer = trainer_of(tmp_path, environment_factory=Longer, **settings)
+    trainer.train()
+    assert trainer.history[0]["episodes/mean_turns"] > 1.0

@@ -202,11 +202,10 @@ class FunctionEngine(ExternalEngine):
             set_random_state(random)
         given, wanted = len(drawn), len(request.rows)
         unusable.when(given != wanted, "completions", engine=self.name, completions=given, rows=wanted)
-        for row, completion in enumerate(drawn):
-            self._refuse_broken(row, completion, request.settings.max_new_tokens)
-        return drawn
+        longest = request.settings.max_new_tokens
+        return [self._checked(row, completion, longest) for row, completion in enumerate(drawn)]
 
-    def _refuse_broken(self, row: int, completion: Completion, longest: int) -> None:
+    def _checked(self, row: int, completion: Completion, longest: int) -> Completion:
         engine, kind = self.name, type(completion).__name__
         unusable.when(not isinstance(completion, Completion), "completion/kind", kind=kind, engine=engine, row=row)
         ids, mask, last = completion.ids, completion.mask, self._adapter.geometry.vocab_size - 1
@@ -221,9 +220,11 @@ class FunctionEngine(ExternalEngine):
             known = known and bool((values.isfinite() & (values <= 1e-3) | values.isnan() & (name != "logprobs")).all())
             unusable.when(not known, "completion/logprobs", name=name, shape=shape, dtype=dtype, engine=engine, row=row)
         shape = tuple(ids.shape if mask is None else getattr(mask, "shape", ()))
-        unusable.when(shape != tuple(ids.shape), "completion/mask", shape=shape, count=len(ids), engine=engine, row=row)
+        known = mask is None or (shape == tuple(ids.shape) and bool(((mask == 0) | (mask == 1)).all()))
+        unusable.when(not known, "completion/mask", shape=shape, count=len(ids), engine=engine, row=row)
         ended = completion.finished
         unusable.when(not isinstance(ended, bool), "completion/finished", engine=engine, row=row, ended=ended)
+        return completion if mask is None else replace(completion, mask=torch.as_tensor(mask, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)

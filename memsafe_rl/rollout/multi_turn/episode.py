@@ -71,7 +71,7 @@ class Segment:
 
     condition: Tensor  # (length,) int64, the prompt of the first of them
     completion: Completion  # everything behind it, as one; log-probs are 0 where ``mask`` is
-    mask: Tensor  # (T,) uint8, 1 where the agent drew the token
+    mask: Tensor  # (T,) uint8, 1 where the agent drew the token and its engine counts it
     turns: tuple[Turn, ...] = ()  # what it holds
 
 
@@ -123,7 +123,7 @@ class _Growing:
 
     condition: list[int]  # ids of its first prompt
     ids: array[int] = field(default_factory=lambda: array("q"))  # ids behind it, as far as the agent drew them last
-    mask: bytearray = field(default_factory=bytearray)  # 1 where the agent drew
+    mask: bytearray = field(default_factory=bytearray)  # 1 where the agent drew, and its engine counts it
     logprobs: array[float] = field(default_factory=lambda: array("f"))  # nats, one an id
     # likewise, of the model's own distribution
     model_logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -144,7 +144,7 @@ class _Growing:
         self.model_logprobs.extend([0.0] * len(told))
         self.turns.append(Turn(len(self.ids), state, 0.0))
         self.ids.extend(completion.ids.tolist())
-        self.mask.extend(b"\x01" * len(completion.ids))
+        self.mask.extend(b"\x01" * len(completion.ids) if completion.mask is None else completion.mask.tolist())
         self.logprobs.extend(completion.logprobs.tolist())
         self.model_logprobs.extend(completion.model_logprobs.tolist())
         self.ties += completion.ties

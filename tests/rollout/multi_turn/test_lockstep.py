@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from memsafe_rl.rollout.multi_turn.lockstep import begin, opened, play
 from memsafe_rl.rollout.multi_turn.protocol import Environment, Step
 from memsafe_rl.rollout.multi_turn.tools import MethodEnvironment, ToolEnvironment, methods_of
 from memsafe_rl.rollout.multi_turn.users import CallableUser, ModelUser, UserTimeoutError
-from memsafe_rl.types import RolloutPlan, SequenceKey
+from memsafe_rl.types import Completion, RolloutPlan, SequenceKey
 from tests.rollout.fake_adapter import FakeAdapter
 from tests.rollout.multi_turn.helpers import (
     FORGETFUL,
@@ -89,6 +90,17 @@ def test_a_template_that_forgets_gives_one_sequence_a_turn() -> None:
     assert texts == [(first, "left<eos>"), (second, "right<eos>"), (third, "up<eos>")]
     assert all(segment.mask.all() for segment in episode.segments)
     assert [segment.completion.finished for segment in episode.segments] == [True] * 3
+
+
+def test_a_token_that_an_engine_masks_counts_in_no_episode() -> None:
+    tokenizer = chat_tokenizer()
+    draw = says(tokenizer, {})
+
+    def agent(*asked: Any) -> list[Completion]:
+        return [replace(one, mask=(one.logprobs != -2).to(torch.uint8)) for one in draw(*asked)]
+
+    (episode,) = play([beginning(Echo(steps=1))], table(tokenizer, agent))
+    assert episode.segments[0].mask.tolist() == [1, 0, 1]
 
 
 def test_equal_prompts_are_read_once_and_a_half_turn_is_one_call() -> None:
