@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import ConfigError, DataError
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
-from memsafe_rl.rollout.engine import EngineCapabilities, RolloutEngine
-from memsafe_rl.rollout.external.function_engine import drawn_by_limit
+from memsafe_rl.rollout.engine import EngineCapabilities, EngineContext, RolloutEngine
+from memsafe_rl.rollout.engines import continuous
+from memsafe_rl.rollout.external.function_engine import LIMITS as ROW_LIMITS
+from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, drawn_by_limit
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.external.common import engine_of
 from tests.tiny import PAD_ID, tiny_model
@@ -43,6 +46,38 @@ def test_an_engine_of_one_limit_a_call_gives_completions_in_the_order_of_the_pro
     assert calls == [2, 4, 4]
     with pytest.raises(DataError, match="from 1 to max_new_tokens"):
         drawn_by_limit(draw, PROMPTS, KEYS, SamplingSettings(3, ()), LIMITS)
+
+
+@pytest.mark.parametrize("honours", [(), (ROW_LIMITS,)])
+def test_rows_of_different_limits_are_one_call_of_an_engine_that_honours_them(honours: tuple[str, ...]) -> None:
+    calls: list[tuple[int, list[int], int]] = []
+
+    def draw(request: EngineRequest, _: RolloutPlan) -> list[Completion]:
+        calls.append((request.settings.max_new_tokens, request.limits, request.row_tokens))
+        zeros = [torch.zeros(limit) for limit in request.limits]
+        return [Completion(row.long(), row, row, finished=False) for row in zeros]
+
+    adapter = CausalLMAdapter(tiny_model("qwen3"), pad_token_id=PAD_ID)
+    config = GRPOConfig(use_cpu=True, report_to="none")
+    context = EngineContext("own", adapter, config, total_bytes=1 << 35, room=lambda: 1 << 33)
+    engine, settings = FunctionEngine(context, draw, honours=honours), SamplingSettings(9, ())
+    drawn = engine.generate(PROMPTS, KEYS, settings, under(RolloutPlan()), limits=LIMITS)
+    assert [len(row.ids) for row in drawn] == [limit for limit in LIMITS for _ in range(2)]
+    apart = [(2, [2, 2], 4), (4, [4] * 4, 7)]
+    assert calls == ([(4, [4, 4, 2, 2, 4, 4], 7)] if honours else apart)
+
+
+def test_continuous_batching_keeps_to_each_rows_limit_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, settings = engines()[1], SamplingSettings(6, (), temperature=0.0)
+    whole = engine.generate(PROMPTS, KEYS, settings, under(RolloutPlan()))
+    calls: list[int] = []
+    drawn_in = continuous._run
+    monkeypatch.setattr(continuous, "_run", lambda *given: (calls.append(1), drawn_in(*given))[1])
+    cut = engine.generate(PROMPTS, KEYS, settings, under(RolloutPlan()), limits=LIMITS)
+    limits = [limit for limit in LIMITS for _ in range(2)]
+    wanted = [row.ids[:limit].tolist() for row, limit in zip(whole, limits, strict=True)]
+    assert [row.ids.tolist() for row in cut] == wanted
+    assert calls == [1]
 
 
 def test_the_collector_goes_by_capabilities() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +22,11 @@ from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
-from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, pool_for
+from memsafe_rl.rollout.external.function_engine import LIMITS, EngineRequest, FunctionEngine, pool_for
 from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, refuse_encoder
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
-HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k"})
+HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k", LIMITS})
 """Sampling settings that continuous batching has; it drops the processors of others without a word."""
 
 _PAGE = "page_size" if "page_size" in ContinuousBatchingConfig.__dataclass_fields__ else "block_size"  # its older name
@@ -58,7 +58,7 @@ class _Batching:
         model, settings = causal_lm_of(self.adapter.model), asked.settings
         generation, batching = _generation(settings), self._batching(asked, plan)
         with _plain_attention(model), quiet(_LOG, logging.CRITICAL):  # failures are raised here
-            outputs = _run(model, asked.prompts, generation, batching, asked.progress)
+            outputs = _run(model, asked, generation, batching)
         if isinstance(outputs, _Failed):
             # a fresh error, whose traceback holds nothing of what failed
             kind = torch.OutOfMemoryError if outputs.out_of_memory else MemsafeError
@@ -109,9 +109,7 @@ class _Failed:
     out_of_memory: bool
 
 
-def _run(
-    model: Any, ids: Sequence[list[int]], generation: Any, batching: Any, progress: Progress | None
-) -> list[Any] | _Failed:
+def _run(model: Any, asked: EngineRequest, generation: Any, batching: Any) -> list[Any] | _Failed:
     manager, finished = None, False
     try:
         manager = model.init_continuous_batching(
@@ -119,11 +117,15 @@ def _run(
         )
         manager.warmup()
         manager.start()
-        names = manager.add_requests(inputs=list(ids), max_new_tokens=generation.max_new_tokens)
-        ended = _collect(manager, len(ids), progress)
-        finished = all(name in ended and ended[name].error is None for name in names)
+        names: dict[int, str] = {}
+        for limit in sorted(set(asked.limits)):
+            places = [place for place, own in enumerate(asked.limits) if own == limit]
+            ids = [asked.prompts[place] for place in places]
+            names |= zip(places, manager.add_requests(inputs=ids, max_new_tokens=limit), strict=True)
+        ended = _collect(manager, len(names), asked.progress)
+        finished = all(name in ended and ended[name].error is None for name in names.values())
         if finished:
-            return [ended[name] for name in names]
+            return [ended[names[place]] for place in range(len(names))]
         told = next((output.error for output in ended.values() if output.error is not None), "its thread ended early")
     except Exception as error:
         return _failed(error, str(error))

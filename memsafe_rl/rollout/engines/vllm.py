@@ -25,7 +25,15 @@ from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import failure, refusal, unusable
 from memsafe_rl.rollout.engine import Engine, EngineCapabilities, EngineContext, register_engine
-from memsafe_rl.rollout.external.function_engine import EngineRequest, ExternalEngine, Pool, Row, pool_for, seed_of
+from memsafe_rl.rollout.external.function_engine import (
+    LIMITS,
+    EngineRequest,
+    ExternalEngine,
+    Pool,
+    Row,
+    pool_for,
+    seed_of,
+)
 from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     completion_of,
@@ -177,7 +185,7 @@ def failures_named(what: str) -> Iterator[None]:
         ) from error
 
 
-HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", *FILTERS})
+HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", *FILTERS, LIMITS})
 """Sampling settings that vLLM has with the same meaning."""
 
 _BLOCK_TOKENS = {"cpu": 32}  # tokens of a block of the pool, by kind of device; 16 elsewhere, as in vLLM
@@ -346,6 +354,7 @@ class _Run:
 
     def __init__(self, engine: Any, asked: EngineRequest, plan: RolloutPlan) -> None:
         self._engine, self._request, self._rows = engine, asked, max(1, plan.rows_in_flight)
+        self._settings = asked.limited
         self._waiting: list[Row] = sorted(asked.rows, key=lambda row: (-len(asked.ids[row[0]]), row))
         self._running: dict[str, Row] = {}
         self._read: set[int] = set()
@@ -384,7 +393,7 @@ class _Run:
                 continue
             if prompt not in self._read:
                 reading.add(prompt)
-            name, params = f"{prompt}-{sample}", _sampling(self._request.settings, self._request.key(row))
+            name, params = f"{prompt}-{sample}", _sampling(self._settings[row], self._request.key(row))
             self._engine.add_request(name, {"prompt_token_ids": self._request.ids[prompt]}, params)
             self._running[name] = row
             self._waiting.remove(row)

@@ -19,7 +19,14 @@ from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
-from memsafe_rl.rollout.external.function_engine import EngineRequest, FunctionEngine, Row, request_of, seed_of
+from memsafe_rl.rollout.external.function_engine import (
+    LIMITS,
+    EngineRequest,
+    FunctionEngine,
+    Row,
+    request_of,
+    seed_of,
+)
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
 from memsafe_rl.rollout.external.vllm_weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.rollout.server.routes import Server, ServerError
@@ -223,7 +230,9 @@ class Servers:
             groups.setdefault(row[0], []).append(request.key(row))
         prompts = [torch.tensor(request.ids[prompt]) for prompt in groups]
         # a failure goes to the attempt around, which repeats what is not answered
-        drawn = self._own.generate(prompts, list(groups.values()), request.settings, under(plan))
+        longest = {row[0]: settings.max_new_tokens for row, settings in request.limited.items()}
+        limits = [longest[prompt] for prompt in groups]
+        drawn = self._own.generate(prompts, list(groups.values()), request.settings, under(plan), limits=limits)
         self._answered.update(zip(rows, drawn, strict=True))
 
 
@@ -240,7 +249,7 @@ class _Pass:
         plan: RolloutPlan,
     ) -> None:
         self._servers, self.request, self._label, self.reasons = servers, request, label, reasons
-        self.rows, self._plan = rows, plan
+        self.rows, self._plan, self._settings = rows, plan, request.limited
         self._failed: set[str] = set()
         self._threads = ThreadPoolExecutor(min(len(rows), max(1, plan.rows_in_flight), _THREADS))
         self._asked: dict[Future[Completion | None], Row] = {
@@ -266,7 +275,7 @@ class _Pass:
         return _Pass(self._servers, self.request, self._label, self.reasons, rows, self._plan)
 
     def _row(self, row: Row, first: int) -> Completion | None:
-        key, settings = self.request.key(row), self.request.settings
+        key, settings = self.request.key(row), self._settings[row]
         name = "-".join(map(str, (*key, self._label)))
         for turn in range(len(self._servers)):
             server = self._servers[(first + turn) % len(self._servers)]
@@ -294,7 +303,7 @@ def vllm_server_engine(context: EngineContext) -> FunctionEngine:
     refuse_encoder(context, "use_vllm")
     servers = Servers(context, ENGINES["native"].function(context))
     calls: dict[str, Any] = {"synchronise": servers.synchronise, "close": servers.close, "ahead": servers}
-    return FunctionEngine(context, servers.draw, honours=FILTERS, compares_filtered=True, **calls)
+    return FunctionEngine(context, servers.draw, honours={*FILTERS, LIMITS}, compares_filtered=True, **calls)
 
 
 register_engine(Engine(NAME, vllm_server_engine))

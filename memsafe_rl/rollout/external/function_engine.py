@@ -33,8 +33,9 @@ class EngineRequest:
     ids: list[list[int]]  # token ids of each prompt
     rows: list[Row]  # the sequences wanted, prompt by prompt
     keys: Sequence[Sequence[SequenceKey]]  # of each prompt's sequences; equal keys must draw alike
-    settings: SamplingSettings  # how tokens are drawn
-    row_tokens: int  # the longest prompt with a completion of full length, in tokens
+    settings: SamplingSettings  # how tokens are drawn; its length is the longest limit's
+    limits: list[int]  # most tokens of each sequence wanted; all alike for an engine that does not honour `LIMITS`
+    row_tokens: int  # the longest prompt with its completion of full length, in tokens
     progress: Progress | None = None  # receives counts of finished sequences; None for nobody
 
     @property
@@ -47,6 +48,12 @@ class EngineRequest:
         """A seed for each sequence wanted, the same in every attempt."""
         return [seed_of(self.key(row)) for row in self.rows]
 
+    @property
+    def limited(self) -> dict[Row, SamplingSettings]:
+        """How the tokens of each sequence wanted are drawn, its own length included."""
+        pairs = zip(self.rows, self.limits, strict=True)
+        return {row: replace(self.settings, max_new_tokens=limit) for row, limit in pairs}
+
     def key(self, row: Row) -> SequenceKey:
         """Names a sequence wanted."""
         return self.keys[row[0]][row[1]]
@@ -58,15 +65,18 @@ def request_of(
     settings: SamplingSettings,
     geometry: ModelGeometry,
     progress: Progress | None = None,
+    limits: Sequence[int] | None = None,
 ) -> EngineRequest:
-    """Reads prompts and keys."""
-    ids, limit = [prompt.tolist() for prompt in prompts], geometry.max_positions
-    for index, tokens in enumerate(ids):
-        whole = len(tokens) + settings.max_new_tokens
+    """Reads prompts, keys, and the limits of the prompts' completions; None: the settings' own."""
+    ids, most = [prompt.tolist() for prompt in prompts], geometry.max_positions
+    limits = [settings.max_new_tokens] * len(ids) if limits is None else limits
+    wholes = [len(tokens) + limit for tokens, limit in zip(ids, limits, strict=True)]
+    for index, (tokens, whole) in enumerate(zip(ids, wholes, strict=True)):
         unusable.when(not tokens, "prompts/nothing", index=index)
-        unusable.when(limit is not None and whole > limit, "prompts/engine", index=index, whole=whole, limit=limit)
+        unusable.when(most is not None and whole > most, "prompts/engine", index=index, whole=whole, limit=most)
     rows = [(prompt, sample) for prompt, group in enumerate(keys) for sample in range(len(group))]
-    return EngineRequest(ids, rows, keys, settings, max(map(len, ids), default=0) + settings.max_new_tokens, progress)
+    own = replace(settings, max_new_tokens=max(limits, default=settings.max_new_tokens))
+    return EngineRequest(ids, rows, keys, own, [limits[prompt] for prompt, _ in rows], max(wholes, default=0), progress)
 
 
 def seed_of(key: SequenceKey) -> int:
@@ -79,6 +89,9 @@ DrawRows = Callable[[EngineRequest, RolloutPlan], Sequence[Completion]]
 
 PLAIN = frozenset({"max_new_tokens", "eos_token_ids", "temperature"})
 """Sampling settings that every engine must honour."""
+
+LIMITS = "limits"
+"""What an engine honours that draws sequences of different limits in one call; others get a call for each limit."""
 
 
 Draw = Callable[[Sequence[Tensor], Sequence[Sequence[SequenceKey]], SamplingSettings], list[Completion]]
@@ -136,11 +149,16 @@ class ExternalEngine(WholeEngine, ABC):
         refuse_begun(self.name, begun)
 
         def draw(
-            some: Sequence[Tensor], names: Sequence[Sequence[SequenceKey]], own: SamplingSettings
+            some: Sequence[Tensor],
+            names: Sequence[Sequence[SequenceKey]],
+            own: SamplingSettings,
+            bounds: Sequence[int] | None = None,
         ) -> list[Completion]:
-            request = request_of(some, names, own, self._adapter.geometry, progress)
+            request = request_of(some, names, own, self._adapter.geometry, progress, bounds)
             return attempt(partial(self.draw_rows, request)) if request.rows else []
 
+        if LIMITS in self._honours:
+            return draw(prompts, keys, settings, checked_limits(limits, len(prompts), settings.max_new_tokens))
         return drawn_by_limit(draw, prompts, keys, settings, limits)
 
 
@@ -154,7 +172,8 @@ class FunctionEngine(ExternalEngine):
         context: what the engine is made from.
         draw: gives a completion for each of a request's rows, in their order, on the host.
         honours: names of the `SamplingSettings` that it keeps to, besides length, eos and temperature; others are
-            refused. Where one of them shapes the distribution, ``model_logprobs`` must be the model's own, or NaN.
+            refused. "limits": it draws rows of different `EngineRequest.limits` in one call. Where one of them shapes
+            the distribution, ``model_logprobs`` must be the model's own, or NaN.
         synchronise: called before each rollout with the optimizer steps done, for engines with a copy of the weights.
         close: called when the run ends or its weights are loaded; a later call begins anew.
         is_external: whether log-probs come from other kernels or weights than the model's, so that the loss must
@@ -202,8 +221,8 @@ class FunctionEngine(ExternalEngine):
             set_random_state(random)
         given, wanted = len(drawn), len(request.rows)
         unusable.when(given != wanted, "completions", engine=self.name, completions=given, rows=wanted)
-        longest = request.settings.max_new_tokens
-        return [self._checked(row, completion, longest) for row, completion in enumerate(drawn)]
+        rows = enumerate(zip(drawn, request.limits, strict=True))
+        return [self._checked(row, completion, longest) for row, (completion, longest) in rows]
 
     def _checked(self, row: int, completion: Completion, longest: int) -> Completion:
         engine, kind = self.name, type(completion).__name__

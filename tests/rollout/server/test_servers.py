@@ -50,13 +50,13 @@ def engine_on(folder: Path, model: Any, *servers: FakeServer, **settings: Any) -
     return ENGINES[name].function(EngineContext(name, adapter_of(model), config, 1 << 35, lambda: 1 << 33))
 
 
-def rows_of(engine: RolloutEngine, step: int = 0) -> list[Completion]:
+def rows_of(engine: RolloutEngine, step: int = 0, limits: list[int] | None = None) -> list[Completion]:
     def attempt(unit: Any, undo: Any = None) -> Any:
         return unit(RolloutPlan(rows_in_flight=4))
 
     engine.synchronise(step)
     prompts = prompts_of(5, 9, 7)
-    return engine.generate(prompts, keys_of(PROMPTS, GROUP), settings_of(8), attempt)
+    return engine.generate(prompts, keys_of(PROMPTS, GROUP), settings_of(8), attempt, limits=limits)
 
 
 def ids_of(rows: list[Completion]) -> list[list[int]]:
@@ -105,6 +105,21 @@ def test_rows_come_from_all_servers_with_the_weights_of_the_step(
     assert own_logprobs(model, second) < 1e-4
     assert ids_of(second) != ids_of(first)
     assert len(list((tmp_path / "vllm_weights").iterdir())) == 1  # earlier weights are removed
+
+
+@pytest.mark.slow
+def test_rows_of_different_limits_are_asked_for_side_by_side(
+    tmp_path: Path, model: Any, servers: list[FakeServer], expected: list[list[int]]
+) -> None:
+    engine, limits = engine_on(tmp_path, model, *servers), [3, 5, 4]
+    by_row = [limit for limit in limits for _ in range(GROUP)]
+    rows = rows_of(engine, limits=limits)
+    assert ids_of(rows) == [ids[:limit] for ids, limit in zip(expected, by_row, strict=True)]
+    assert [server.asked.count("/collective_rpc") for server in servers] == [1, 1]
+    for server in servers:
+        server.stop()
+    own = rows_of(engine, limits=limits)
+    assert [len(row.ids) <= limit for row, limit in zip(own, by_row, strict=True)] == [True] * len(own)
 
 
 @pytest.mark.slow
