@@ -107,10 +107,17 @@ def read_config(
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:
         raise refusal("config/vocab_size", told=told, name=name_of(model), kind=type(config).__name__)
-    trained = hasattr(text, "output_router_logits") or is_encoder_decoder(config)  # others declare what they do not use
+    trained = _has_routers(text) or is_encoder_decoder(config)  # others declare what they do not use
     names = [one.name for one in fields(RouterLosses)] if trained else []
     declared = RouterLosses(*(float(getattr(text, name, None) or 0.0) for name in names))
     return ModelFacts(config, max_positions(config), int(text.vocab_size), declared)
+
+
+def _has_routers(text: Any) -> bool:
+    """Whether a config asks for routers: a family with experts may have members without (Doge, Granite 4, Jamba)."""
+    counts = [getattr(text, name) for name in ("num_experts", "num_local_experts") if hasattr(text, name)]
+    dense = not getattr(text, "is_moe", True) or (counts and all(count in (None, 0, 1) for count in counts))
+    return hasattr(text, "output_router_logits") and not dense
 
 
 def load_model(

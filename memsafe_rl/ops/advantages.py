@@ -349,7 +349,7 @@ for _estimator in (
     AdvantageEstimator("reinforce++-baseline", group_baseline_normalised_in_batch),
     AdvantageEstimator("maxrl", relative_to_mean),
     AdvantageEstimator("opo", length_weighted, with_lengths=True),
-    AdvantageEstimator("otb", centred_in_group),  # of a whole row; `ops.token_baseline` has its tokens
+    AdvantageEstimator("otb", centred_in_group),  # of a whole row; `optimal_token_advantages` has its tokens
 ):
     ESTIMATORS.add(_estimator)
 

@@ -1,4 +1,4 @@
-"""Proof on the user's own model: one step under the plain plan, the chosen plan, and the chosen plan with failures.
+"""Proof on the user's own model: one step under the plain plan, the chosen plan, and with failures.
 
 Nothing is left behind: no weight moves, no reward function is called, and the run is bit for bit the one without it.
 """
@@ -88,7 +88,7 @@ class PlanRun:
     # others are compared with
     gradient_difference: float | None
     same_bits: bool  # whether the gradient is the chosen plan's, bit for bit
-    micro_batches: int  # of the last try
+    micro_batches: int  # of the last try, for each of several objectives
     failures: int  # out-of-memory errors that were recovered from, injected ones included
     peak_bytes: int  # int, most bytes held
     phase_peaks: dict[str, int]  # bytes, by phase
@@ -101,7 +101,8 @@ class Verification:
 
     plain: PlanRun  # the step under the plain plan, or under a halved one where the plain one does not fit
     chosen: PlanRun  # the step under the memory policy's plan
-    failing: PlanRun  # the same with a failure in the rollout and one in the backward
+    # the same with a failure in the rollout and one in the backward; half of that plan where the other two cut nothing
+    failing: PlanRun
     rows: int  # completions sampled
     precision: str  # the coarsest type in which the network computes
     tolerance: float  # largest difference of gradients that passes
@@ -139,16 +140,14 @@ class Verification:
     def sentence(self) -> str:
         """Says the verdict in one plain sentence, with the tolerance."""
         other = f"the {self.plain.name} plan"
+        third = "a leaner plan" if self.failing.micro_batches > self.chosen.micro_batches else "the chosen plan"
         bound = f"tolerance {self.tolerance:g} in {self.precision}"
         if math.isnan(self.difference):
             return f"NOT PROVED: a gradient is infinite or not a number, so that nothing can be compared ({bound})."
         if self.difference > self.tolerance:
             worst = max((self.chosen, self.failing), key=lambda arm: arm.gradient_difference or 0.0)
-            when = " after failures" if worst is self.failing else ""
-            return (
-                f"NOT EQUAL: the chosen plan's gradient{when} differs from that of {other} by {self.difference:.1e} of "
-                f"its norm ({bound})."
-            )
+            whose = f"{third}'s gradient after failures" if worst is self.failing else "the chosen plan's gradient"
+            return f"NOT EQUAL: {whose} differs from that of {other} by {self.difference:.1e} of its norm ({bound})."
         if self.judges_tokens and not self.tokens_agree:
             wrong = sum(arm.rows_differing - arm.rows_excused for arm in self.arms)
             return (
@@ -156,9 +155,11 @@ class Verification:
                 f"the gradients agree ({bound})."
             )
         tokens = "the same tokens and " if self.tokens_agree else ""
+        uncut = all(arm.micro_batches == 1 for arm in self.arms)
         return (
-            f"EQUAL: {other}, the chosen plan, and the chosen plan with failures give {tokens}the same gradient within "
+            f"EQUAL: {other}, the chosen plan, and {third} with failures give {tokens}the same gradient within "
             f"{self.difference:.1e} of its norm ({bound})."
+            + (" Cuts were not tested: every plan ran the step as one micro-batch." if uncut else "")
         )
 
 
@@ -186,7 +187,7 @@ def require_proof(loop: TrainingLoop) -> None:
 
 
 def verify_plan(loop: TrainingLoop) -> Verification:
-    """Runs one probe step under the chosen plan, under the plain plan, and under the chosen plan with two failures."""
+    """Runs one probe step under the chosen plan and under the plain plan, and with failures under one that cuts."""
     if loop.setup.committer is None:
         loop.make_optimizer()
     with untouched(loop.setup):
@@ -278,7 +279,7 @@ class _Comparison:
         plain = self._plain_arm(chosen)
         chosen = replace(chosen, gradient_difference=plain.gradient_difference)
         plain = replace(plain, gradient_difference=None)
-        failing = self._failing_arm(chosen, counting)
+        failing = self._failing_arm(chosen, counting, cuts=max(chosen.micro_batches, plain.micro_batches) > 1)
         self._notes.append("Advantages are synthetic, none of them zero; reward functions were not called.")
         if not setup.config.disable_dropout:
             self._notes.append("Dropout was off; in the run, a micro-batch of another size draws other masks.")
@@ -318,11 +319,13 @@ class _Comparison:
         rollout, update = self._halved_plans(chosen)
         return self._run("halved", _Pinned(rollout, update, self._setup.memory_policy))
 
-    def _failing_arm(self, chosen: PlanRun, counted: _Faults) -> PlanRun:
-        """The chosen plan, with one failure half way through the rollout and one in the last micro-batch's backward."""
-        calls = {Phase.ROLLOUT: counted.calls[Phase.ROLLOUT] // 2, Phase.UPDATE: counted.calls[Phase.UPDATE] - 1}
+    def _failing_arm(self, chosen: PlanRun, counted: _Faults, *, cuts: bool) -> PlanRun:
+        """The chosen plan, or half of it where nothing is cut yet, failing in mid-rollout and in the last backward."""
+        plans = (chosen.rollout_plan, chosen.update_plan) if cuts else self._halved_plans(chosen)
+        backward = counted.calls[Phase.UPDATE] * (1 if cuts else 2) - 1  # half a micro-batch passes a block as often
+        calls = {Phase.ROLLOUT: counted.calls[Phase.ROLLOUT] // 2, Phase.UPDATE: backward}
         faults = _Faults(self._block, self._setup.adapter.device, calls)
-        arm = self._run("failures", _Pinned(chosen.rollout_plan, chosen.update_plan, self._setup.memory_policy), faults)
+        arm = self._run("failures", _Pinned(*plans, self._setup.memory_policy), faults)
         if arm.failures < chosen.failures + 2:
             self._notes.append(f"Only {arm.failures} of 2 failures took place.")
         return arm
@@ -358,7 +361,7 @@ class _Comparison:
             rows_excused=excused,
             gradient_difference=difference,
             same_bits=digest == self._digest,
-            micro_batches=gradient.micro_batches,
+            micro_batches=max(part.micro_batches for part in gradient.objectives or (gradient,)),
             failures=sum(event["event"] == "failure" for event in tracker.events),
             peak_bytes=max(tracker.phase_peaks.values()),
             phase_peaks={str(phase): peak for phase, peak in tracker.phase_peaks.items()},

@@ -707,6 +707,11 @@ def test_loss_settings_follow_the_fields() -> None:
     assert GRPOConfig().loss_settings() == LossSettings()
 
 
+def test_no_setting_of_a_loss_is_dropped_for_want_of_a_declaration() -> None:
+    of_losses = {field.name for field in dataclasses.fields(LossSettings)}
+    assert of_losses - DECLARED.keys() == {"epsilon_low"}  # declared as epsilon, beside which epsilon_high stands
+
+
 def test_sampling_settings_follow_the_fields() -> None:
     config = GRPOConfig(max_completion_length=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, repetition_penalty=1.1)
     assert config.sampling_settings([1, 2]) == SamplingSettings(9, (1, 2), 0.7, 0.9, 5, 0.1, 1.1)

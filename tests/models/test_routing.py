@@ -10,10 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from transformers import (
+    AutoModelForCausalLM,
+    DogeConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -23,10 +27,12 @@ from transformers import (
 )
 from transformers.models.switch_transformers.modeling_switch_transformers import router_z_loss_func
 
+from memsafe_rl import GRPOConfig, forecast_memory
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.faults.audit import audited
+from tests.preflight.beside import saved
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE
 from tests.trainers.helpers import count_digits, cut, make_trainer, weights
 
@@ -147,6 +153,30 @@ def test_a_model_without_experts_is_refused_by_name(tmp_path: Path) -> None:
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
     with pytest.raises(ConfigError, match=r"Glm4MoeForCausalLM does not show.* Set router_z_loss_coef=0\.0\."):
         make_trainer(tmp_path, model=Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **experts)), router_z_loss_coef=0.1)
+
+
+@pytest.mark.parametrize(
+    ("config", "dense"),
+    [
+        (DogeConfig, {"is_moe": False}),
+        (GraniteMoeHybridConfig, {"num_local_experts": 0, "layer_types": ["attention"], "mamba_n_heads": 8}),
+        (JambaConfig, {"num_experts": 1, "attn_layer_period": 1, "attn_layer_offset": 0}),
+    ],
+)
+def test_a_member_without_experts_of_a_family_with_them_is_trained_and_forecast(
+    config: Any, dense: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 1, "bos_token_id": None}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": PAD_ID, "eos_token_id": EOS_ID}
+    made = config(**sizes, intermediate_size=64, **dense)
+    assert made.router_aux_loss_coef > 0
+    model = AutoModelForCausalLM.from_config(made)
+    assert make_trainer(tmp_path / "run", model=model, max_steps=1).train().global_step == 1
+    folder = str(saved(made, AutoModelForCausalLM, tmp_path))
+    args = GRPOConfig(report_to="none", use_cpu=True, max_completion_length=8, num_generations=8)
+    assert forecast_memory(folder, args, device_bytes="1GiB", device="cpu").peak_bytes > 0
+    with pytest.raises(ConfigError, match=r"does not show what they choose\. Set router_aux_loss_coef=0\.0\."):
+        make_trainer(tmp_path / "asked", model=model, router_aux_loss_coef=0.1)
 
 
 @pytest.mark.slow

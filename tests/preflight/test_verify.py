@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from memsafe_rl import Ratios
 from memsafe_rl.errors import MemoryBudgetError, MemsafeError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.runtime.recovery import capture_random_state
@@ -24,7 +25,7 @@ from memsafe_rl.rollout.native import sequences
 from memsafe_rl.training import gradient as update_module
 from memsafe_rl.types import Denominators, LossInputs, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
-from tests.trainers.helpers import PROMPTS, cut, make_trainer, weights
+from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, weights
 
 LEAN = {"micro_batch_tokens": 24, "rows_in_flight": 3, "checkpointing": True, "logprob_tile": 5}
 """Micro-batches of two rows, waves of three: nothing is cut as in the plain plan."""
@@ -200,6 +201,32 @@ def test_denominators_of_micro_batches_are_caught(
     assert trainer.memory_events[0]["passed"] is False
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="one objective"),
+        pytest.param(
+            {
+                "reward_funcs": [never, count_digits],
+                "objectives": {name: {"rewards": [name]} for name in ("never", "count_digits")},
+            },
+            id="two objectives",
+        ),
+    ],
+)
+def test_a_loss_that_averages_over_what_it_sees_is_caught_where_the_plan_cuts_nothing(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    def mean_of_its_tokens(ratios: Ratios) -> torch.Tensor:
+        return -ratios.ratio * ratios.advantages / ratios.mask_BT.sum()
+
+    found = verify_plan(make_trainer(tmp_path, loss_type=mean_of_its_tokens, **settings).loop)
+    assert found.plain.micro_batches == found.chosen.micro_batches == 1
+    assert found.failing.micro_batches > 1
+    assert found.failing.failures == 2
+    assert "NOT EQUAL: a leaner plan's gradient after failures differs from that of the plain plan" in found.sentence()
+
+
 @pytest.mark.slow
 def test_a_gradient_that_a_failed_attempt_leaves_behind_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,6 +398,10 @@ def test_verdicts() -> None:
     broken = outcome(chosen=replace(arm, gradient_difference=float("nan")))
     assert not broken.passed
     assert broken.sentence().startswith("NOT PROVED")
+    assert "Cuts were not tested" in outcome().sentence()
+    cut = outcome(failing=replace(arm, micro_batches=2)).sentence()
+    assert "the chosen plan, and a leaner plan with failures give" in cut
+    assert "not tested" not in cut
 
 
 def test_ratio_of_norms() -> None:

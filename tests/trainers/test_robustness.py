@@ -4,6 +4,7 @@ import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -402,6 +403,8 @@ def test_a_memory_policy_may_be_named(tmp_path: Path) -> None:
         make_trainer(tmp_path, policy="8-14GB")
     with pytest.raises(ConfigError, match=r"is the class LadderPolicy. Pass an instance: LadderPolicy\(\)"):
         make_trainer(tmp_path, policy=LadderPolicy)
+    with pytest.raises(ConfigError, match=r"memory_policy is a SimpleNamespace.* Derive that class from MemoryPolicy"):
+        make_trainer(tmp_path, policy=SimpleNamespace(before_rollout=id, before_update=id, after_oom=id))
 
 
 @dataclass(frozen=True)

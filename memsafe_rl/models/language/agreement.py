@@ -64,11 +64,14 @@ def sampling_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
     def decoded() -> tuple[Tensor, Tensor]:
         logits_PV, state = adapter.prefill(list(trajectory.conditions.rows()))
         adapter.measure_cache(state)
-        got = [logits_PV, adapter.decode_step(state, torch.stack([row[0] for row in actions]))]
-        places = [firsts, firsts + 1]
+        # a network may keep what it has read in its modules, where neither choosing rows nor other prompts reach it
+        adapter.prefill([trajectory.conditions.rows()[1]])
+        state, rows_B = state.select(order := [1, 0, 1]), firsts[order]
+        got = [logits_PV, adapter.decode_step(state, torch.stack([actions[row][0] for row in order]))]
+        places = [firsts, rows_B + 1]
         if adapter.joins:
-            got.append(adapter.extend(state, [actions[0][1:4], actions[1][1:3]], chunk_tokens=4))
-            places.append(firsts + torch.tensor([4, 3], device=firsts.device))
+            got.append(adapter.extend(state, [actions[row][1 : 4 - row] for row in order], chunk_tokens=6))
+            places.append(rows_B + torch.tensor([4 - row for row in order], device=firsts.device))
         return torch.cat(got), wanted_MV[torch.cat(places)]
 
     return _disagreement(decoded, max(1e-3, 2 * tolerance_of(adapter, wanted_MV.device)), RuntimeError)

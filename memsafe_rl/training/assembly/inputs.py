@@ -183,6 +183,7 @@ def chosen_policy(given: MemoryPolicy | str | None, config: TrainerConfig) -> Me
         return given
     if isinstance(given, type):
         raise refusal("memory_policy/class", name=given.__name__)
+    refusal.when(not isinstance(given, str | None), "memory_policy/kind", kind=type(given).__name__)
     mode, offload = config.compile_mode, bool(config.offload_activations)
     checkpointing, place = config.gradient_checkpointing, config.trajectory_device or UpdatePlan.trajectory_device
     if given in (None, "adaptive"):
