@@ -95,7 +95,7 @@ class WholeWeights:
         """Returns None: each rank can measure its gradients alone."""
         return None
 
-    def on_main(self, value: T) -> T:
+    def on_main(self, value: T, repeat: Repeat) -> T:  # noqa: ARG002
         """Gives back what a checkpoint holds."""
         return value
 

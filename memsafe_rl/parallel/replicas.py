@@ -31,7 +31,8 @@ from torch import Tensor, distributed, nn
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
-from memsafe_rl.parallel.one_process import OneProcess
+from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.parallel.one_process import OneProcess, Repeat
 from memsafe_rl.types import Component
 
 logger = logging.getLogger(__name__)
@@ -157,16 +158,16 @@ class Replicas:
         with self._collective(word) as words:
             return words
 
-    def to_main(self, part: Tensor) -> list[Tensor] | None:
+    def to_main(self, part: Tensor, repeat: Repeat) -> list[Tensor] | None:
         """Brings every rank's part of a tensor to the host of the main rank, in rank order; the others get None."""
         with host_memory():
-            own = part.detach().to("cpu").contiguous()
+            own = repeat(Stage.CHECKPOINT, _on_host, part)
             with self._collective(own.shape[0]) as rows:
                 if not self.is_main:
                     if own.numel():
                         distributed.send(own.view(torch.uint8), 0, group=self._hosts)
                     return None
-                parts = [own, *(own.new_empty((count, *own.shape[1:])) for count in rows[1:])]
+                parts = [own, *repeat(Stage.CHECKPOINT, _rooms, own, rows[1:])]
                 for source, other in enumerate(parts):
                     if source != self.rank and other.numel():
                         distributed.recv(other.view(torch.uint8), source, group=self._hosts)
@@ -266,3 +267,11 @@ def _unpickled_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _on_host(part: Tensor) -> Tensor:
+    return part.detach().to("cpu").contiguous()
+
+
+def _rooms(own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    return [own.new_empty((count, *own.shape[1:])) for count in rows]

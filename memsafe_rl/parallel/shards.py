@@ -281,25 +281,27 @@ class ShardedWeights:
         divided, whole = repeat(Stage.MEASURE, norms)
         return math.hypot(whole, *self._ranks.gather([divided]))
 
-    def on_main(self, value: T) -> T:
+    def on_main(self, value: T, repeat: Repeat) -> T:
         """Copies tensors in nested dicts and lists to the host, the divided ones whole and on the main rank only."""
-        return self._brought(value, {})  # type: ignore[no-any-return]
+        return self._brought(value, {}, repeat)  # type: ignore[no-any-return]
 
-    def _brought(self, value: Any, known: dict[Any, Any]) -> Any:
+    def _brought(self, value: Any, known: dict[Any, Any], repeat: Repeat) -> Any:
         if isinstance(value, (Tensor, DividedPart)):
             part = value.part if isinstance(value, DividedPart) else local_part(value)
             place = tensor_place(part)
             if place not in known:
                 with host_memory():
                     if part is value:
-                        known[place] = part.detach().to("cpu", copy=True)
+                        known[place] = repeat(Stage.CHECKPOINT, partial(part.detach().to, "cpu", copy=True))
                     else:
-                        parts = self._ranks.to_main(part)
-                        known[place] = None if parts is None else torch.cat(parts)
+                        parts = self._ranks.to_main(part, repeat)
+                        known[place] = None if parts is None else repeat(Stage.CHECKPOINT, torch.cat, parts)
             return known[place]
         if isinstance(value, Mapping):
-            return {name: self._brought(each, known) for name, each in value.items()}
-        return type(value)(self._brought(each, known) for each in value) if type(value) in (list, tuple) else value
+            return {name: self._brought(each, known, repeat) for name, each in value.items()}
+        return (
+            type(value)(self._brought(each, known, repeat) for each in value) if type(value) in (list, tuple) else value
+        )
 
 
 Shards = WholeWeights | ShardedWeights

@@ -38,6 +38,7 @@ from memsafe_rl.data.prompts import prompt_of
 from memsafe_rl.diagnostics.status import plain_number
 from memsafe_rl.errors import DamagedCheckpointError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, plain_random_state, restore_random_state
+from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.micro_batches import Cursor
 from memsafe_rl.models.module_state import copy_into
 from memsafe_rl.training import refusal
@@ -99,11 +100,13 @@ class Checkpoints:
 
     def saved(self) -> Saved:
         """Returns the tensors of a checkpoint; divided ones come whole to the main rank, with all ranks' help."""
-        return self._setup.shards.on_main(self._saved())
+        repeat = self._setup.recovery.repeat
+        return self._setup.shards.on_main(repeat(Stage.CHECKPOINT, self._saved), repeat)
 
     def writer(self) -> Callable[[Path], None]:
         """Returns what writes the weights as they are now; all ranks take part in it where weights are divided."""
-        model, critic = self._setup.shards.on_main((saved_weights(self._setup.model), self._critics()))
+        weights, repeat = (saved_weights(self._setup.model), self._critics()), self._setup.recovery.repeat
+        model, critic = self._setup.shards.on_main(weights, repeat)
         return partial(self.write_weights, model=model, critic=critic)
 
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:

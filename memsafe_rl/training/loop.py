@@ -128,17 +128,9 @@ class TrainingLoop:
                 self._begun = False
                 self.begin(self.config.resume_from_checkpoint if resume is None else resume)
                 first, self._begun = len(self.state.history), True
-                self._end_step()  # of the step after which an earlier start was saved or cut short
+                self._or_degraded(self._end_step)  # after which an earlier start was saved or cut short
                 while self._goes_on():
-                    degradation = None
-                    try:
-                        self.step()
-                    except MemoryBudgetError as error:
-                        degradation = self.degradation_after(error)
-                        if degradation is None:
-                            raise
-                    if degradation is not None:
-                        self.degrade(degradation)
+                    self._or_degraded(self.step)
                 self.files.finish()
         finally:
             self._running = False
@@ -152,6 +144,19 @@ class TrainingLoop:
             )
         with between_runs(self.setup):
             return self._end(started, first)
+
+    def _or_degraded(self, work: Callable[[], None]) -> None:
+        """Does some work; where no plan fits it, falls back as the user allows, and ends a step that has been taken."""
+        while True:
+            try:
+                work()
+                return
+            except MemoryBudgetError as error:
+                degradation = self.degradation_after(error)
+                if degradation is None:
+                    raise
+            self.degrade(degradation)
+            work = self._end_step
 
     @contextmanager
     def _left_in_order(self) -> Iterator[None]:
@@ -190,6 +195,7 @@ class TrainingLoop:
             state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()
             self.report.record_step(state, metrics)
             state.random = None
+            self.setup.committed.uncounted = False
         share = None if result.sample is None else self.setup.recovery.repeat(Stage.MEASURE, result.sample.lost_share)
         if share is not None:  # of half-precision weights, those that the step did not move
             self.report.record_lost_updates(state, share, self._learning_rate)
@@ -282,7 +288,7 @@ class TrainingLoop:
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
         """Returns the next lossy fallback that the user allows; several ranks would choose different ones."""
         setup = self.setup
-        if error.failure is None:
+        if error.failure is None or (setup.committer is not None and setup.committer.uncounted):
             return None
         rounds = setup.engine.supports.int8_cache and setup.draw_rollout is None
         possible = {
@@ -331,7 +337,9 @@ class TrainingLoop:
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
         can_save = self._begun and not setup.shards.divided and not self.stop.leaves_at_once
-        if can_save and self.files.has_unsaved(self.state.step):
+        if setup.committer is not None and setup.committer.uncounted:
+            logger.warning("step %d is not saved: its weights have moved in part", self.state.step)
+        elif can_save and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint(alone=True)
@@ -422,7 +430,7 @@ class TrainingLoop:
             own = state.random or self.setup.recovery.repeat(Stage.CHECKPOINT, capture_random_state)
             state.rank_randoms = self.setup.parallel.gather([plain_random_state(own)])
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
-            saved = self.setup.recovery.repeat(Stage.CHECKPOINT, self.checkpoints.saved)
+            saved = self.checkpoints.saved()
             if self.setup.parallel.is_main:
                 self.files.save(self.setup, self.checkpoints, state, saved, wait=wait, best_before=before)
             else:

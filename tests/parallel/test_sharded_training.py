@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from memsafe_rl.checkpoint import export
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.models.language.factory import adapter_for
+from memsafe_rl.parallel import replicas
 from memsafe_rl.parallel.shards import check_dividable
 from memsafe_rl.trainers.grpo import GRPOTrainer
 from tests.checkpoint.test_hub_push import Hub
@@ -203,6 +205,22 @@ ENDINGS: dict[str, Callable[[Any], None]] = {
 }
 
 
+@contextmanager
+def third_copy_refused() -> Iterator[list[int]]:
+    """Refuses memory once for the third part that a checkpoint brings to the main rank."""
+    copy, calls = replicas._on_host, list[int]()
+
+    def refusing(part: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return copy(part)
+
+    replicas._on_host = refusing
+    yield calls
+    replicas._on_host = copy
+
+
 def train_rank(rank: int, port: int, folder: str) -> None:
     set_up_rank(rank, port)
     found: dict[str, Any] = {}
@@ -211,7 +229,10 @@ def train_rank(rank: int, port: int, folder: str) -> None:
         pulse()
         path = Path(folder) / name
         trainer = saving(make, path, rank)
-        found[name] = train(trainer)
+        refused = rank == 1 and name in RESUMED
+        with third_copy_refused() if refused else nullcontext([]) as copies:
+            found[name] = train(trainer)
+        found[f"{name}, copies refused"] = len(copies) > 3, [event["event"] for event in trainer.memory_events]
         if name not in RESUMED:
             continue
         trainer.save_model(path / "saved")
@@ -310,6 +331,15 @@ def test_a_checkpoint_resumes_on_any_number_of_ranks(
     assert sorted(file.name for file in (folder / case / "checkpoint-3").iterdir()) == sorted(
         file.name for file in (folder / "one" / case / "checkpoint-3").iterdir()
     )
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_copy_for_a_checkpoint_that_one_rank_is_refused_is_made_again(case: str, ranks: list[Any]) -> None:
+    """What was saved there is what other tests resume from."""
+    went_on, events = ranks[1][f"{case}, copies refused"]
+    assert went_on
+    assert events.count("failure") == 1
+    assert "failure" not in ranks[0][f"{case}, copies refused"][1]
 
 
 @pytest.mark.parametrize("case", RESUMED_ON_THREE)

@@ -1,10 +1,12 @@
 """What may change the task: only what is listed, in that order, told, kept in checkpoints, and as if asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from memsafe_rl.config.degradation import LOSSY_REMEDIES, Degradation, next_degradation
 from memsafe_rl.config.grpo import GRPOConfig
@@ -89,6 +91,35 @@ def test_a_resumed_run_goes_on_with_the_changed_task(tmp_path: Path, too_small: 
     second.train(resume_from_checkpoint=True)
     assert second.args.max_completion_length == 16
     assert torch.equal(weights(second), weights(whole))
+
+
+def test_an_evaluation_that_does_not_fit_is_made_again_under_the_changed_task(tmp_path: Path) -> None:
+    """The step before it stays, and is saved; passes over a rollout are not what an evaluation lacks room for."""
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "num_iterations": 2,
+    }
+    data = Dataset.from_dict({"prompt": ["4+4=", "5+5="]})
+    allowed = ["num_iterations", "max_completion_length"]
+    trainer = make_trainer(tmp_path, eval_dataset=data, allow_lossy=allowed, max_completion_length=32, **settings)
+    asked: list[int] = []
+
+    def evaluate() -> dict[str, float]:
+        asked.append(trainer.args.max_completion_length)
+        if len(asked) == 2:
+            raise MemoryBudgetError("no room", failure=failure(Phase.EVALUATE))
+        return trainer.loop.evaluate()
+
+    trainer.loop.hooks = replace(trainer.loop.hooks, evaluate=evaluate)
+    trainer.train()
+    assert asked == [32, 32, 16]
+    assert (trainer.args.num_iterations, trainer.state.global_step) == (2, 2)
+    assert (tmp_path / "checkpoint-2").is_dir()
+    evaluated = [record["step"] for record in trainer.state.log_history if "eval_reward" in record]
+    assert evaluated == [1, 2]
 
 
 def test_a_second_training_goes_on_with_the_changed_task(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ class Committer:
         self._measured: _Measured | None = None
         self._snapshot: Snapshot | None = None
         self._moving = False
+        self.uncounted = False  # whether weights may have moved for a step that the run has not counted yet
         self._parking = OptimizerOffload(optimizer)
         named = model.named_parameters()
         half_named = [name for name, weight in named if weight.requires_grad and weight.dtype == torch.float16]
@@ -273,6 +274,7 @@ class Committer:
     def commit(self) -> None:
         """Moves weights, rate and loss scale, after an overflow the last alone; after a failure, `roll_back` first."""
         measured = self._checked()
+        self.uncounted = True
         if not measured.overflowed:
             self._moving = True
             with ready_scalars(self.parameters, measured.one):
@@ -293,7 +295,7 @@ class Committer:
             raise failure("commit", kind=type(self.optimizer).__name__)
         self._snapshot.restore()
         self.half.undone()
-        self._moving = False
+        self._moving = self.uncounted = False
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimizer, schedule and scale."""

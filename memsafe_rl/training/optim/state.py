@@ -6,12 +6,16 @@ steps on the trained weights themselves, on a rank's parts of divided ones, or o
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -207,13 +211,25 @@ def remember(value: Any, seen: dict[int, Restore]) -> Restore:
     seen[id(value)] = _constant(value)  # for what holds itself
     if isinstance(value, Tensor):
         seen[id(value)] = _remember_tensor(value)
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, torch.Generator):
+        state = value.get_state()
+        seen[id(value)] = lambda: value.set_state(state)
+    elif isinstance(value, np.ndarray):
+        seen[id(value)] = _remember_array(value)
+    elif isinstance(value, (dict, list, tuple, deque, set)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         seen[id(value)] = _remember_parts(value, {key: remember(part, seen) for key, part in items})
-    elif isinstance(value, torch.optim.Optimizer):
+    elif isinstance(value, torch.optim.Optimizer) or _is_plain(value):
         remembered = remember(vars(value), seen)
         seen[id(value)] = lambda: (remembered(), value)[1]
     return seen[id(value)]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether an object is of a user's own, whose attributes say all of it."""
+    home = type(value).__module__.partition(".")[0]
+    own = isinstance(value, SimpleNamespace) or home not in sys.stdlib_module_names | {"torch", "numpy"}
+    return own and hasattr(value, "__dict__") and not callable(value)
 
 
 def _constant(value: Any) -> Restore:
@@ -236,14 +252,26 @@ def _remember_tensor(value: Tensor) -> Restore:
     return restore
 
 
+def _remember_array(value: Any) -> Restore:
+    copied = value.copy()
+
+    def restore() -> Any:
+        value[...] = copied
+        return value
+
+    return restore
+
+
 def _remember_parts(value: Any, parts: Mapping[Any, Restore]) -> Restore:
     def restore() -> Any:
         items = {key: part() for key, part in parts.items()}
         if isinstance(value, dict):
             value.clear()
             value.update(items)
-        elif isinstance(value, list):
-            value[:] = items.values()
+        elif not isinstance(value, tuple):
+            value.clear()
+            add = value.update if isinstance(value, set) else value.extend
+            add(items.values())
         return value
 
     return restore

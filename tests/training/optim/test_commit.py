@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,8 @@ from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_ava
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.training.optim import state as parking
 from memsafe_rl.training.optim.optimizer import Committer, ReferenceMix, build_optimizer, next_scale
-from memsafe_rl.training.optim.state import ReadyScalars, steps_without_allocating
+from memsafe_rl.training.optim.state import ReadyScalars, Snapshot, steps_without_allocating
+from tests.trainers.helpers import make_trainer, weights
 
 pytestmark = [
     pytest.mark.skipif(not compiler_available(), reason="counts and faults come from the C++ allocator"),
@@ -469,6 +473,73 @@ def test_without_a_copy_a_broken_step_is_called_half_applied(monkeypatch: pytest
         committer.commit()
     with pytest.raises(MemsafeError, match=r"AdamW broke off.*half applied.*resume_from_checkpoint"):
         committer.roll_back()
+
+
+@pytest.mark.parametrize("breaks", ["the reference", "a fused step"])
+def test_a_step_that_is_half_taken_is_not_saved_as_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: str
+) -> None:
+    """A run resumed from what was saved before it ends as the unbroken one."""
+    settings = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1, "optim": "adamw_torch_fused"}
+    settings |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    broken, calls = make_trainer(tmp_path / "broken", **settings), []
+    place, name = (ReferenceMix, "finish") if breaks == "the reference" else (torch.optim.AdamW, "step")
+    done = getattr(place, name)
+
+    def breaking(*given: Any) -> None:
+        done(*given)
+        calls.append(1)
+        if len(calls) > 3 - (breaks == "the reference"):  # a fused optimizer's state is made by a step of its own
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, name, breaking)
+        with pytest.raises(MemsafeError):
+            broken.train()
+    assert [path.name for path in (tmp_path / "broken").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert "is not saved: its weights have moved in part" in caplog.text
+    resumed = make_trainer(tmp_path / "broken", **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert torch.equal(weights(resumed), weights(whole))
+
+
+class Box:
+    """Holds numbers of an optimizer's."""
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps its state in places of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.noise, self.past, self.box = torch.Generator().manual_seed(1), deque[torch.Tensor](maxlen=3), Box()
+        self.box.steps, self.seen, self.log = {}, set[int](), np.zeros(2)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.past.append(torch.rand(1, generator=self.noise))
+            self.box.steps["count"] = self.box.steps.get("count", 0) + 1  # type: ignore[attr-defined]
+            self.seen.add(len(self.seen))
+            self.log += 1
+            state = sum(self.past) * self.box.steps["count"] * len(self.seen) * float(self.log[0])  # type: ignore[attr-defined]
+            parameter.add_(state * -1e-3)
+
+
+def test_a_step_of_an_optimizer_with_state_in_places_of_its_own_is_undone() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = Odd(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizer.step()
+    taken = Snapshot(optimizer, scheduler, list(model.parameters()))
+    ends = []
+    for _ in range(2):
+        optimizer.step()
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
+        taken.restore()
+    assert all(torch.equal(one, two) for one, two in zip(*ends, strict=True))
 
 
 def test_dropping_gradients_after_a_broken_step_undoes_it(counter: CountingAllocator) -> None:
