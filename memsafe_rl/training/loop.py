@@ -128,9 +128,20 @@ class TrainingLoop:
                 self._begun = False
                 self.begin(self.config.resume_from_checkpoint if resume is None else resume)
                 first, self._begun = len(self.state.history), True
-                self._or_degraded(self._end_step)  # after which an earlier start was saved or cut short
-                while self._goes_on():
-                    self._or_degraded(self.step)
+                due: Callable[[], None] | None = self._end_step  # after which an earlier start was saved or cut short
+                while due is not None:
+                    degradation = None
+                    try:
+                        due()
+                    except MemoryBudgetError as error:
+                        degradation = self.degradation_after(error)
+                        if degradation is None:
+                            raise
+                    if degradation is None:
+                        due = self.step if self._goes_on() else None
+                    else:
+                        self.degrade(degradation)
+                        due = self._end_step  # of a step that had been taken; does nothing after another
                 self.files.finish()
         finally:
             self._running = False
@@ -144,19 +155,6 @@ class TrainingLoop:
             )
         with between_runs(self.setup):
             return self._end(started, first)
-
-    def _or_degraded(self, work: Callable[[], None]) -> None:
-        """Does some work; where no plan fits it, falls back as the user allows, and ends a step that has been taken."""
-        while True:
-            try:
-                work()
-                return
-            except MemoryBudgetError as error:
-                degradation = self.degradation_after(error)
-                if degradation is None:
-                    raise
-            self.degrade(degradation)
-            work = self._end_step
 
     @contextmanager
     def _left_in_order(self) -> Iterator[None]:
@@ -288,7 +286,7 @@ class TrainingLoop:
     def degradation_after(self, error: MemoryBudgetError) -> Degradation | None:
         """Returns the next lossy fallback that the user allows; several ranks would choose different ones."""
         setup = self.setup
-        if error.failure is None or (setup.committer is not None and setup.committer.uncounted):
+        if error.failure is None or setup.committed.uncounted:
             return None
         rounds = setup.engine.supports.int8_cache and setup.draw_rollout is None
         possible = {
@@ -337,9 +335,7 @@ class TrainingLoop:
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
         can_save = self._begun and not setup.shards.divided and not self.stop.leaves_at_once
-        if setup.committer is not None and setup.committer.uncounted:
-            logger.warning("step %d is not saved: its weights have moved in part", self.state.step)
-        elif can_save and self.files.has_unsaved(self.state.step):
+        if can_save and not setup.committed.uncounted and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint(alone=True)

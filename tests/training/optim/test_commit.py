@@ -477,7 +477,7 @@ def test_without_a_copy_a_broken_step_is_called_half_applied(monkeypatch: pytest
 
 @pytest.mark.parametrize("breaks", ["the reference", "a fused step"])
 def test_a_step_that_is_half_taken_is_not_saved_as_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, breaks: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
 ) -> None:
     """A run resumed from what was saved before it ends as the unbroken one."""
     settings = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 1, "optim": "adamw_torch_fused"}
@@ -499,7 +499,6 @@ def test_a_step_that_is_half_taken_is_not_saved_as_the_one_before(
         with pytest.raises(MemsafeError):
             broken.train()
     assert [path.name for path in (tmp_path / "broken").glob("checkpoint-*")] == ["checkpoint-2"]
-    assert "is not saved: its weights have moved in part" in caplog.text
     resumed = make_trainer(tmp_path / "broken", **settings)
     resumed.train(resume_from_checkpoint=True)
     assert torch.equal(weights(resumed), weights(whole))
