@@ -120,9 +120,14 @@ class AlarmWatch:
 
     def _kl(self, objective: str, value: float, band: tuple[float, float]) -> _Reading:
         """Reads a KL; a run begins at its reference, so that too little counts only once there has been enough."""
-        if value >= band[0]:
+        low, high = band
+        if value >= low:
             self._were_in_band.add(objective)
-        return _kl(value, band, objective, was_in_band=objective in self._were_in_band)
+        of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
+        text = _TEXTS["kl/above" if value > high else "kl/below"]
+        sentence = text.format(of=of, beta=beta, value=value, low=low, high=high)
+        broken = value > high or (value < low and objective in self._were_in_band)
+        return _Reading(broken, value, list(band), sentence, {"objective": objective} if objective else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, open episodes and what the present is compared with."""
@@ -167,15 +172,6 @@ def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, flo
             if without or (first and (math.isnan(mean) or spread <= _LEAST_SPREAD * max(1.0, abs(mean)))):
                 found[name.removeprefix("rewards/").removesuffix("/mean")] = mean
     return found
-
-
-def _kl(value: float, band: tuple[float, float], objective: str, *, was_in_band: bool) -> _Reading:
-    low, high = band
-    of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
-    text = _TEXTS["kl/above" if value > high else "kl/below"]
-    sentence = text.format(of=of, beta=beta, value=value, low=low, high=high)
-    details = {"objective": objective} if objective else {}
-    return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence, details)
 
 
 def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading | None:
