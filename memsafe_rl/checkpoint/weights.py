@@ -206,13 +206,10 @@ def _read_model(model: Any, folder: Path) -> None:
         if not _read_by_name(model, folder, stored):
             raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
         return
-    with torch.no_grad():
-        for (name, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
-            if name in stored:
-                copy_into(target, source)
-        for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
-            if name in stored:
-                target.copy_(source)
+    own, read = ([*network.named_parameters(), *network.named_buffers()] for network in (model, saved))
+    for (name, target), (_, source) in zip(own, read, strict=True):
+        if name in stored:
+            copy_into(target, source)
 
 
 def _read_by_name(model: Any, folder: Path, stored: Collection[str]) -> bool:
