@@ -97,10 +97,6 @@ class ProgressBar(TrainerCallback):  # type: ignore[misc]
         rate, left = (self._tokens - self._first_tokens) / seconds, (state.max_steps - state.global_step) / done
         return [f"{rate:,.0f} tokens/s"] * (rate > 0) + [f"ETA {format_seconds(seconds * left)}"] * (left > 0)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Stops the bar."""
-        self.on_run_closed()
-
     def on_run_closed(self) -> None:
         """Stops the bar, also after an error."""
         self._began = None

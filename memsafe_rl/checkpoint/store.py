@@ -267,12 +267,10 @@ def save_trajectory(trajectory: Trajectory, folder: Path) -> None:
     index: dict[str, Any] = {}
     for one in fields(trajectory):
         value = getattr(trajectory, one.name)
-        if isinstance(value, Ragged):
-            tensors[one.name] = value.flat.contiguous().cpu()
-            index[one.name] = {"lengths": value.lengths}
-        elif isinstance(value, Tensor):
-            tensors[one.name] = value.contiguous().cpu()
-            index[one.name] = {"tensor": True}
+        held = value.flat if isinstance(value, Ragged) else value
+        if isinstance(held, Tensor):
+            tensors[one.name] = held.contiguous().cpu()
+            index[one.name] = {"lengths": value.lengths} if isinstance(value, Ragged) else {"tensor": True}
         else:
             index[one.name] = {"value": value}
     save_file(tensors, folder / _TRAJECTORY_TENSORS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from functools import reduce
+from itertools import chain, repeat
 from operator import or_
 from pathlib import Path
 from types import SimpleNamespace
@@ -104,10 +105,8 @@ class HostCopies:
 
     def copy(self, value: Any) -> Any:
         """Copies all tensors in nested dicts, lists and tuples, over the copies made before; ties are kept."""
-        before = dict(enumerate(self._made))
         copies: dict[Any, Tensor] = {}
-        for index, (key, tensor) in enumerate(_tensors_of(value).items()):
-            made = before.get(index)
+        for made, (key, tensor) in zip(chain(self._made, repeat(None)), _tensors_of(value).items(), strict=False):
             fits = made is not None and (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
             copies[key] = (made if made is not None and fits else _host_like(tensor)).copy_(tensor.detach())
         self._made = list(copies.values())
@@ -206,13 +205,10 @@ def _read_model(model: Any, folder: Path) -> None:
         if not _read_by_name(model, folder, stored):
             raise ValueError(f"{len(differing)} weights differ, such as {differing[0]}")
         return
-    with torch.no_grad():
-        for (name, target), (_, source) in zip(model.named_parameters(), saved.named_parameters(), strict=True):
-            if name in stored:
-                copy_into(target, source)
-        for (name, target), (_, source) in zip(model.named_buffers(), saved.named_buffers(), strict=True):
-            if name in stored:
-                target.copy_(source)
+    own, read = ([*network.named_parameters(), *network.named_buffers()] for network in (model, saved))
+    for (name, target), (_, source) in zip(own, read, strict=True):
+        if name in stored:
+            copy_into(target, source)
 
 
 def _read_by_name(model: Any, folder: Path, stored: Collection[str]) -> bool:

@@ -40,7 +40,7 @@ from memsafe_rl.trainers.policy_trainer import PolicyTrainer
 from memsafe_rl.trainers.ppo import PPOTrainer
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import Component, Phase
-from memsafe_rl.units import format_bytes, parse_bytes
+from memsafe_rl.units import bytes_or_dash, format_bytes, parse_bytes
 
 TRAINERS: dict[str, type[PolicyTrainer]] = {"grpo": GRPOTrainer, "rloo": RLOOTrainer, "ppo": PPOTrainer}
 """Trainers by their name in a run file."""
@@ -196,12 +196,9 @@ def prompts(chosen: RunFields) -> tuple[Dataset, Dataset | None]:
     refusal.when((chosen.dataset is None) == (chosen.dataset_name is None), "dataset/source")
     source = chosen.dataset or chosen.dataset_name
     refusal.when(chosen.dataset is None and Path(str(source)).suffix in FILE_TYPES, "dataset_name", source=source)
-    train_dataset = _loaded(source, chosen.dataset_split, chosen)
-    if chosen.eval_dataset is not None:
-        return train_dataset, _loaded(chosen.eval_dataset, chosen.eval_dataset_split, chosen)
-    if chosen.eval_dataset_split is not None:
-        return train_dataset, _loaded(source, chosen.eval_dataset_split, chosen)
-    return train_dataset, None
+    train_dataset, split = _loaded(source, chosen.dataset_split, chosen), chosen.eval_dataset_split
+    evaluated = source if chosen.eval_dataset is None and split is not None else chosen.eval_dataset
+    return train_dataset, None if evaluated is None else _loaded(evaluated, split, chosen)
 
 
 def _loaded(source: Any, split: str | None, chosen: RunFields) -> Dataset:
@@ -300,10 +297,10 @@ def comparison(found: Verification) -> Table:
     row("trajectory", lambda arm: f"on the {arm.update_plan.trajectory_device}")
     row("failures recovered from", lambda arm: f"{arm.failures:,}", ends=True)
     row("sampled tokens equal", _tokens)
-    row("gradient difference", lambda arm: _or_dash(arm.gradient_difference, "{:.1e}".format))
+    row("gradient difference", lambda arm: "-" if (off := arm.gradient_difference) is None else f"{off:.1e}")
     row("equal bit for bit", lambda arm: "yes" if arm.same_bits else "no", ends=True)
     for phase in found.plain.phase_peaks:
-        row(f"peak in {phase}", lambda arm, phase=phase: _or_dash(arm.phase_peaks.get(phase)))  # type: ignore[misc]
+        row(f"peak in {phase}", lambda arm, phase=phase: bytes_or_dash(arm.phase_peaks.get(phase)))  # type: ignore[misc]
     row("peak" if found.exact_bytes else "peak of the process", lambda arm: format_bytes(arm.peak_bytes))
     if found.plain.name == "plain":
         row("saved", lambda arm: _saved(arm, found))
@@ -320,10 +317,6 @@ def _tokens(arm: PlanRun) -> str:
     """Counts the tokens equal to the chosen plan's, and the differing rows that are certified ties."""
     equal = f"{arm.tokens_equal:,} of {arm.tokens:,}"
     return f"{equal}; {arm.rows_excused} of {arm.rows_differing} rows tied" if arm.rows_differing else equal
-
-
-def _or_dash(value: Any, write: Callable[[Any], str] = format_bytes) -> str:
-    return "-" if value is None else write(value)
 
 
 def _saved(arm: PlanRun, found: Verification) -> str:

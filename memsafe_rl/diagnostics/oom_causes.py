@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
 
 from memsafe_rl.diagnostics.known_tensors import (
     Configuration,
-    Kind,
     KnownTensor,
     guesses,
     matching,
@@ -258,34 +256,24 @@ def _of_the_device(message: OutOfMemoryMessage, *, limited: bool) -> Iterator[Re
 
 
 _TABLE = texts_beside(__file__, "remedies.yaml")
-_Key = TypeVar("_Key", bound=StrEnum)
-_REMEDIES = {name: Remedy(**texts) for name, texts in _TABLE["remedies"].items()}
-
-
-def _listed(names: type[_Key], table: Mapping[str, Sequence[str]]) -> Mapping[_Key, tuple[Remedy, ...]]:
-    return {names[name]: tuple(_REMEDIES[one] for one in remedies) for name, remedies in table.items()}
-
-
-_BY_CAUSE = _listed(Cause, _TABLE["causes"])
-_BY_KIND = _listed(Kind, _TABLE["kinds"])
-_BY_PLACE = _listed(Place, _TABLE["places"])
 
 
 def _remedies(
     message: OutOfMemoryMessage, reasons: tuple[Reason, ...], tensors: tuple[KnownTensor, ...]
 ) -> tuple[Remedy, ...]:
     """Gathers the remedies of the reasons in order, then those of the work; a guessed tensor promotes none."""
-    known = bool(tensors) and not tensors[0].guessed
-    of_the_work = _BY_KIND[tensors[0].kind] if known else _BY_PLACE[message.place] if message.place else ()
-    chosen: list[Remedy] = []
+    of_the_tensor: list[str] = _TABLE["kinds"][tensors[0].kind.name] if tensors else []
+    of_the_place: list[str] = _TABLE["places"][message.place.name] if message.place else []
+    of_the_work = of_the_tensor if tensors and not tensors[0].guessed else of_the_place
+    chosen: list[str] = []
     for reason in reasons:
         if reason.cause in (Cause.TENSOR, Cause.TOO_LARGE, Cause.FULL):
             chosen += of_the_work
         if message.allocator is not Allocator.MPS:
-            chosen += _BY_CAUSE[reason.cause]
+            chosen += _TABLE["causes"][reason.cause.name]
         elif reason.cause is Cause.LIMIT:
-            chosen.append(_REMEDIES["mps-limit"])
+            chosen.append("mps-limit")
     chosen += of_the_work
     if message.allocator not in (Allocator.HOST, Allocator.KERNEL, Allocator.BUDGET, Allocator.VLLM):
-        chosen += (_REMEDIES["smaller"], *(_BY_KIND[tensors[0].kind] if tensors else ()), _REMEDIES["shorter"])
-    return tuple(dict.fromkeys(chosen))
+        chosen += ("smaller", *of_the_tensor, "shorter")
+    return tuple(Remedy(**_TABLE["remedies"][name]) for name in dict.fromkeys(chosen))

@@ -491,20 +491,16 @@ def _read_again(
         generate(adapter, [context] * len(rows), keys, replace(settings, max_new_tokens=2), under(plan))
 
 
+@dataclass(eq=False)
 class _AtTheEnd:
     """An adapter whose first decoding step is a rollout's last: its cache, if it decodes, grows a last time before."""
 
-    def __init__(
-        self,
-        adapter: ModelAdapter,
-        longest: Longest,
-        settings: SamplingSettings,
-        reads: int = 0,
-        anew: Sequence[Tensor] = (),
-    ) -> None:
-        self.stretched = False
-        self._adapter, self._longest, self._reads, self._anew = adapter, longest, reads, anew
-        self._draws_ahead = settings.temperature > 0 and longest.completion_tokens > 2
+    _adapter: ModelAdapter
+    _longest: Longest
+    _settings: SamplingSettings
+    _reads: int = 0
+    _anew: Sequence[Tensor] = ()
+    stretched: bool = False
 
     def __getattr__(self, name: str) -> Any:
         """Returns everything else as the adapter does."""
@@ -521,7 +517,7 @@ class _AtTheEnd:
         told = 0 if self._anew else min(self._reads // state.rows, slots // 2)
         more, filled = max(0, drawn - told - bool(self._reads)), whole_blocks(drawn + 1) - KV_BLOCK_SLOTS
         ahead, vocab = None, self._adapter.geometry.vocab_size
-        if self._draws_ahead:
+        if self._settings.temperature > 0 and drawn > 0:
             shape = noise_steps(state.rows, vocab), state.rows, noise_slots(vocab)
             ahead = torch.empty(*shape, dtype=torch.float64, device=self._adapter.device)
         if filled > 0 and not self._reads and self._grows_beyond_logits(filled):

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,6 +97,7 @@ _VERIFYING_SECONDS = 5
 
 _Verdict = tuple[float | None, str, str]
 """A reward, the solution as it was read, and the answer."""
+_INCOMPLETE: _Verdict = (0.0, "[incomplete reasoning]", "[incomplete reasoning]")
 
 
 def accuracy_reward(
@@ -106,9 +107,7 @@ def accuracy_reward(
 
     The answer is the first LaTeX expression found, a boxed one before any other.
     """
-    with _quiet_off_the_main_thread():
-        verdicts = [_judge(first_text(text), gold) for text, gold in zip(completions, solution, strict=True)]
-    return _logged(verdicts, solution, log_extra)
+    return _compared([first_text(completion) for completion in completions], solution, log_extra)
 
 
 def reasoning_accuracy_reward(
@@ -119,17 +118,11 @@ def reasoning_accuracy_reward(
     **_: Any,
 ) -> list[float | None]:
     """Returns 1 where the answer after the reasoning equals the solution, else 0, as where reasoning never ends."""
-    delimiters = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
-    verdicts: list[_Verdict] = []
-    with _quiet_off_the_main_thread():
-        for completion, gold in zip(completions, solution, strict=True):
-            text = first_text(completion)
-            delimiter = next((mark for mark in delimiters if mark in text), None)
-            if delimiter is None:
-                verdicts.append((0.0, "[incomplete reasoning]", "[incomplete reasoning]"))
-            else:
-                verdicts.append(_judge(text.rpartition(delimiter)[2], gold))
-    return _logged(verdicts, solution, log_extra)
+    delimiters, texts = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters, list[str | None]()
+    for text in map(first_text, completions):
+        delimiter = next((mark for mark in delimiters if mark in text), None)
+        texts.append(None if delimiter is None else text.rpartition(delimiter)[2])
+    return _compared(texts, solution, log_extra)
 
 
 @dataclass(frozen=True)
@@ -175,11 +168,25 @@ get_cosine_scaled_reward = CosineScaledReward
 """TRL's name."""
 
 
-def _judge(text: str, solution: str) -> _Verdict:
+def _compared(texts: Sequence[str | None], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
+    """Rewards texts by their answers; None stands for reasoning that never ends."""
+    # math-verify counts time by a signal, which only the main thread receives, and says for every row that it does not.
+    timed = threading.current_thread() is threading.main_thread()
+    with nullcontext() if timed else quiet("math_verify", logging.ERROR):
+        verdicts = [
+            _judge(text, gold, timed=timed) if text is not None else _INCOMPLETE
+            for text, gold in zip(texts, solution, strict=True)
+        ]
+    if log_extra is not None:
+        log_extra("solution", list(solution))
+        log_extra("gold_parsed", [gold for _, gold, _ in verdicts])
+        log_extra("answer_parsed", [answer for _, _, answer in verdicts])
+    return [reward for reward, _, _ in verdicts]
+
+
+def _judge(text: str, solution: str, *, timed: bool) -> _Verdict:
     """Compares the answer in a text with the solution, within a time limit where the thread allows one."""
     extraction, parse, verify = _math_verify()
-    # math-verify counts time by a signal, which only the main thread receives.
-    timed = threading.current_thread() is threading.main_thread()
     parsing_seconds, verifying_seconds = (_PARSING_SECONDS, _VERIFYING_SECONDS) if timed else (None, None)
     gold = parse(str(solution), parsing_timeout=parsing_seconds)
     if not gold:
@@ -199,20 +206,6 @@ def _math_verify() -> tuple[Any, Callable[..., Any], Callable[..., Any]]:
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
     )
     return extraction, parse, verify
-
-
-def _quiet_off_the_main_thread() -> AbstractContextManager[None]:
-    """Keeps math-verify from saying for every row that it has no time limit in this thread."""
-    timed = threading.current_thread() is threading.main_thread()
-    return nullcontext() if timed else quiet("math_verify", logging.ERROR)
-
-
-def _logged(verdicts: list[_Verdict], solution: Sequence[str], log_extra: LogExtra | None) -> list[float | None]:
-    if log_extra is not None:
-        log_extra("solution", list(solution))
-        log_extra("gold_parsed", [gold for _, gold, _ in verdicts])
-        log_extra("answer_parsed", [answer for _, _, answer in verdicts])
-    return [reward for reward, _, _ in verdicts]
 
 
 accuracy_reward.required_packages = _PACKAGES  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import math
 import numbers
@@ -314,11 +315,8 @@ def _one_each(setting: str, given: Any, count: int, *, default: Any) -> list[Any
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     """Numbers names that occur again, so that each names one column of metrics."""
     chosen: list[str] = []
-    seen: Counter[str] = Counter()
     for name in names:
-        candidate = name
-        while candidate in chosen or (candidate != name and candidate in names):
-            seen[name] += 1
-            candidate = f"{name}_{seen[name] + 1}"
-        chosen.append(candidate)
+        numbered = (f"{name}_{number}" for number in itertools.count(2))
+        free = (other for other in numbered if other not in (*chosen, *names))
+        chosen.append(next(free) if name in chosen else name)
     return tuple(chosen)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import io
 import shutil
 import subprocess
 from collections import defaultdict
@@ -133,7 +132,7 @@ def _ask(program: str, query: str) -> list[list[str]] | str:
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().split("\n")[0]
         return f"nvidia-smi failed ({said})"
-    return [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(done.stdout)) if row]
+    return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.split("\n")) if row]
 
 
 def _of_row(row: Sequence[str], processes: Sequence[CardProcess]) -> Card:

@@ -74,16 +74,6 @@ class _Failed:
         return cls(first_line(error), requested_bytes(error))
 
 
-def _tried(function: Callable[..., T], *values: Any, **named: Any) -> T | _Failed:
-    """Runs a function once; nothing of an allocation that failed in it outlives this frame but words and numbers."""
-    try:
-        return function(*values, **named)
-    except BaseException as error:
-        if not is_out_of_memory(error):
-            raise
-        return _Failed.of(error)
-
-
 def under(plan: Plan) -> Attempt[Plan]:
     """Returns attempts that run every unit once, under one plan, and catch nothing."""
 
@@ -131,26 +121,28 @@ class Recovery:
     def once(self, stage: Stage, function: Callable[..., T], *values: Any, **named: Any) -> T:
         """Runs a stage once; where it does not fit, the error says who holds what."""
         _check_allowed(stage, Retry.NEVER, Retry.SAME_PLAN)
-        live, began = self.tracker.meter.live_bytes(), time.perf_counter()
-        found = _tried(function, *values, **named)
-        if isinstance(found, _Failed):
-            empty_caches()
-            self.record_failure(found, live, 1, began)
-            raise Attempts(self, None).verdict(found)
-        return found
+        return self._tried(1, function, *values, **named)
 
     def start(self) -> tuple[RandomState, int]:
         """Reads the state a unit starts from, random state and bytes; reading the former allocates too."""
+        return self._tried(UNPLANNED_TRIES, capture_random_state), self.tracker.meter.live_bytes()
+
+    def _tried(self, most: int, function: Callable[..., T], *values: Any, **named: Any) -> T:
+        """Runs a function up to so many times; nothing of a failure outlives its frame but words and numbers."""
         live, tries = self.tracker.meter.live_bytes(), 0
         while True:
-            began, found = time.perf_counter(), _tried(capture_random_state)
-            if not isinstance(found, _Failed):
-                return found, self.tracker.meter.live_bytes()
+            began = time.perf_counter()
+            try:
+                return function(*values, **named)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                failed = _Failed.of(error)
             empty_caches()
             tries += 1
-            self.record_failure(found, live, tries, began)
-            if tries == UNPLANNED_TRIES:
-                raise Attempts(self, None).verdict(found)
+            self.record_failure(failed, live, tries, began)
+            if tries == most:
+                raise Attempts(self, None).verdict(failed)
 
     def record_failure(self, failed: _Failed, live_before: int, tries: int, began: float) -> None:
         """Adds the event of a failed attempt."""

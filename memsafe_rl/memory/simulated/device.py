@@ -12,7 +12,7 @@ from memsafe_rl.accounting import listen, stop_listening
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.simulated.caching_allocator import CachingAllocator, Reserved
 from memsafe_rl.memory.simulated.counting import CountingAllocator, compiler_available
-from memsafe_rl.memory.simulated.ledger import Held, StorageLedger
+from memsafe_rl.memory.simulated.ledger import ByteCounter, Held, StorageLedger
 from memsafe_rl.types import Component, Phase
 from memsafe_rl.units import parse_bytes
 
@@ -57,7 +57,7 @@ def _counted(name: str, doc: str) -> Any:
     return property(attrgetter(f"_counter.{name}"), doc=doc)
 
 
-class SimulatedMemory:
+class SimulatedMemory(ByteCounter):
     """Counts live tensor storage on the CPU and raises a genuine `torch.OutOfMemoryError` where a device would.
 
     With a C++ compiler it stands in for PyTorch's allocator (`CountingAllocator`): exact, in every thread, failing
@@ -101,12 +101,6 @@ class SimulatedMemory:
         self._open_phases: list[_OpenPhase] = []
         self._timeline: list[PhaseRecord] = []
 
-    live_bytes: int = _counted("live_bytes", "Bytes held on the device now (at exit, once it is closed).")
-    peak_bytes: int = _counted(
-        "peak_bytes", "Most bytes held since entry or `reset_peak`; refused allocations are no part of it."
-    )
-    host_live_bytes: int = _counted("host_live_bytes", "Bytes that stand for host memory held now, or at exit.")
-    host_peak_bytes: int = _counted("host_peak_bytes", "Most bytes that stand for host memory held since entry.")
     capacity_bytes: int | None = _counted("capacity_bytes", "Bytes of the device, None if unlimited.")
     allocations: int = _counted("allocations", "Allocations on the device since entry, refused ones included.")
     refusals: int = _counted("refusals", "Allocations refused since entry.")
@@ -121,9 +115,13 @@ class SimulatedMemory:
         """The record of the phase that was left last; None before any was."""
         return self._timeline[-1] if self._timeline else None
 
+    def split(self, held: Held) -> tuple[int, dict[Component, int]]:
+        """Returns how many bytes there are, and how they divide."""
+        return self._counter.split(held)
+
     def live_by_component(self) -> dict[Component, int]:
         """Divides `live_bytes` by what they are for; the bytes of all components sum to it."""
-        return self._counter.split(Held.NOW)[1]
+        return self.split(Held.NOW)[1]
 
     def phase_peaks(self) -> dict[Phase, dict[Component, int]]:
         """Divides, by component, the most bytes held in each phase entered so far; `reset_peak` leaves it alone."""
@@ -197,7 +195,7 @@ class SimulatedMemory:
     def _look(self) -> None:
         """Has the phase entered last see the most bytes held since then, or since one nested in it was left."""
         if self._open_phases:
-            self._open_phases[-1].see(self._counter.split(Held.SPAN)[1], self.allocator)
+            self._open_phases[-1].see(self.split(Held.SPAN)[1], self.allocator)
 
     def forget_phases(self, kept: Collection[Phase] = ()) -> None:
         """Forgets all other phases left so far."""

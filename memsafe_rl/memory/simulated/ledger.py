@@ -85,7 +85,7 @@ class ByteCounter:
 
     live_bytes: int = _total(Held.NOW, "Bytes held now (at exit, once the count is closed), host memory left out.")
     peak_bytes: int = _total(
-        Held.PEAK, "Most bytes held since entry or `restart`; refused allocations are no part of it."
+        Held.PEAK, "Most bytes held since entry or since the peak was restarted; refused allocations are no part of it."
     )
     host_live_bytes: int = _total(Held.HOST_NOW, "Bytes marked as host memory that are held now, or at exit.")
     host_peak_bytes: int = _total(Held.HOST_PEAK, "Most bytes marked as host memory that were held since entry.")

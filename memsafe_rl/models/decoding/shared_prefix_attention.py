@@ -234,19 +234,12 @@ class Reading:
     @_once
     def _by_place(self, segment: Segment, layer: int, slots: int) -> tuple[Tensor, Tensor]:
         """Finds where the key of each place lies (rows, K), and what tokens see (rows, N, K)."""
-        window = self.state.windows[layer]
         now_BN, place_BK = self._places(segment, layer)
         order = torch.arange(place_BK.shape[1], device=place_BK.device).expand_as(place_BK)
         held = torch.where(place_BK < 0, slots, place_BK).clamp_max(slots)
         found = order.new_full((len(order), slots + 1), -1).scatter_(1, held, order)[:, :slots]
-        place = torch.arange(slots, device=order.device)
-        visible = (found >= 0)[:, None] & (place <= now_BN[:, :, None])
-        for span in self.images:
-            first = self.state.positions[0]
-            visible[:, span, first + span.start : first + span.stop] = True
-        if window is not None:
-            visible = visible & (place > now_BN[:, :, None] - window)
-        return found.clamp_min(0), visible
+        laid_BK = torch.where(found >= 0, torch.arange(slots, device=order.device), -1)
+        return found.clamp_min(0), ~self._unseen(laid_BK, now_BN, self.state.windows[layer], self.state.positions[0])
 
     def _held_by(
         self, segment: Segment, layer: int, new: tuple[Tensor, Tensor] | None
@@ -302,9 +295,12 @@ class Reading:
         if alike and (window is None or farthest <= window):
             return None
         now_BN, place_BK = self._places(segment, layer)
+        return self._unseen(place_BK, now_BN, window, place_BK.shape[1] - self.tokens)  # those read are the last keys
+
+    def _unseen(self, place_BK: Tensor, now_BN: Tensor, window: int | None, first: int) -> Tensor:
+        """Returns which keys tokens do not see, (rows, N, K) bool; of the tokens read, ``first`` is the first key."""
         hidden_BNK = (place_BK < 0)[:, None] | (place_BK[:, None] > now_BN[:, :, None])
-        for span in self.images:  # the tokens read are the last keys
-            first = place_BK.shape[1] - self.tokens
+        for span in self.images:
             hidden_BNK[:, span, first + span.start : first + span.stop] = False
         if window is not None:
             hidden_BNK = hidden_BNK | (place_BK[:, None] <= now_BN[:, :, None] - window)

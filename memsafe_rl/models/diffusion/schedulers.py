@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -231,8 +231,7 @@ class FlowSDEScheduler(LinearScheduler):
         even = [1 - step / num_inference_steps for step in range(num_inference_steps + 1)]
         times = [self.shift * time / (1 + (self.shift - 1) * time) for time in even]
         told = torch.tensor(times[:-1], dtype=torch.float64) * self.time_scale
-        noise = flow_noise(self.noise_level, self.noise_shape, times[1])
-        self._lay_out(told.float(), flow_steps(times, noise, self.noisy_steps))
+        self._lay_out(told.float(), flow_steps(times, self.noise_level, self.noise_shape, self.noisy_steps))
 
 
 @dataclass(eq=False)
@@ -284,7 +283,7 @@ class DiffusersScheduler(LinearScheduler):
         times = [float(sigma) for sigma in inner.sigmas]
         if not (0 < times[0] <= 1 and times[-1] == 0):
             raise refusal("sigmas", kind=type(inner).__name__, times=times, last=times[-1])
-        self._lay_out(timesteps, flow_steps(times, flow_noise(self.noise_level, self.noise_shape, times[1]), None))
+        self._lay_out(timesteps, flow_steps(times, self.noise_level, self.noise_shape, None))
 
 
 def as_scheduler(scheduler: Any) -> DenoisingScheduler:
@@ -319,7 +318,7 @@ def diffusion_step(alpha: float, after: float, eta: float, prediction_type: str,
     return Step(state, output, math.sqrt(1 - alpha / after if large and variance else variance))
 
 
-def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: tuple[int, int] | None) -> list[Step]:
+def flow_steps(times: Sequence[float], level: float, shape: str, noisy: tuple[int, int] | None) -> list[Step]:
     """Returns the steps of a rectified flow as linear functions of state and velocity."""
     count = len(times) - 1
     pair = (0, count - 1) if noisy is None else noisy
@@ -329,19 +328,14 @@ def flow_steps(times: Sequence[float], noise: Callable[[float], float], noisy: t
     first, end = pair
     steps = []
     for column, (time, after) in enumerate(pairwise(times)):
-        length = time - after
-        drift = noise(time) ** 2 / (2 * time) if first <= column < end else 0.0
-        std = noise(time) * math.sqrt(length) if first <= column < end else 0.0
+        length, drift, std = time - after, 0.0, 0.0
+        if first <= column < end:
+            # the first time is 1 only up to rounding, with some shifts and in float32
+            told = times[1] if math.isclose(time, 1, rel_tol=1e-6) else time
+            noise = level if shape == "constant" else level * math.sqrt(time / (1 - told))
+            drift, std = noise**2 / (2 * time), noise * math.sqrt(length)
         steps.append(Step(1 - length * drift, -length * (1 + drift * (1 - time)), std))
     return steps
-
-
-def flow_noise(level: float, shape: str, second: float) -> Callable[[float], float]:
-    """Returns the noise of a flow's SDE over time."""
-    if shape == "constant":
-        return lambda _: level
-    # the first time is 1 only up to rounding, with some shifts and in float32
-    return lambda time: level * math.sqrt(time / (1 - (second if math.isclose(time, 1, rel_tol=1e-6) else time)))
 
 
 def cumulative_alphas(count: int, beta_start: float, beta_end: float, beta_schedule: str) -> Tensor:

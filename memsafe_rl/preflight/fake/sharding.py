@@ -48,7 +48,6 @@ _DIVISIBLE = (Component.OPTIMIZER, Component.GRADIENTS, Component.WEIGHTS)
 _DIVIDED = {Sharding.NONE: 0, Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3, Sharding.FSDP: 3}
 """How many of these, the first ones first, each way divides."""
 _GATHERED_WHOLE = (Phase.ROLLOUT, Phase.EVALUATE, Phase.SCORE)
-_BY_BLOCKS = (Phase.UPDATE,)
 
 
 def parts_of(sharding: Sharding, ranks: int) -> dict[Component, int]:
@@ -119,7 +118,7 @@ class Gathering:
             self._hold("whole", whole + (self._judge_bytes if phase is Phase.EVALUATE else 0))
         elif phase is Phase.REWARD:
             self._hold("whole", self._judge_bytes)
-        elif phase in _BY_BLOCKS:
+        elif phase is Phase.UPDATE:
             self._begin()
 
     def _begin(self) -> None:
@@ -209,7 +208,7 @@ class Gathering:
 
     @property
     def _by_blocks(self) -> bool:
-        return bool(self._phases) and self._phases[-1] in _BY_BLOCKS
+        return self._phases[-1:] == [Phase.UPDATE]
 
     def _rest(self, size: int) -> int:
         """Bytes of whole gradients beyond the part that counts as the rank's own."""

@@ -34,10 +34,11 @@ _REMEDIES: Mapping[str, str] = _TEXTS["remedies"]
 class _Reading(NamedTuple):
     """What a step says about a rule."""
 
+    told: str  # the case of `alarms.yaml` that says what was found and what to do
     broken: bool  # whether the rule is broken
     value: float  # what was measured
     limit: Any  # what the rule allows
-    sentence: str  # what was found and what to do
+    words: Mapping[str, Any] = {}  # what the case needs besides
     details: Mapping[str, Any] = {}  # more for the event
 
 
@@ -71,7 +72,7 @@ class AlarmWatch:
                 "value": reading.value,
                 "limit": reading.limit,
                 **reading.details,
-                "sentence": reading.sentence,
+                "sentence": _TEXTS[reading.told].format(value=reading.value, limit=reading.limit, **reading.words),
             }
             for episode, reading in readings
             if self._begins(episode, reading.broken)
@@ -120,9 +121,13 @@ class AlarmWatch:
 
     def _kl(self, objective: str, value: float, band: tuple[float, float]) -> _Reading:
         """Reads a KL; a run begins at its reference, so that too little counts only once there has been enough."""
-        if value >= band[0]:
+        low, high = band
+        if value >= low:
             self._were_in_band.add(objective)
-        return _kl(value, band, objective, was_in_band=objective in self._were_in_band)
+        of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
+        told, words = "kl/above" if value > high else "kl/below", {"of": of, "beta": beta, "low": low, "high": high}
+        broken = value > high or (value < low and objective in self._were_in_band)
+        return _Reading(told, broken, value, list(band), words, {"objective": objective} if objective else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Gives, in plain values, open episodes and what the present is compared with."""
@@ -139,22 +144,21 @@ class AlarmWatch:
         self._were_in_band = set(state.get("were_in_band", [""] if state.get("kl_was_in_band") else []))
 
 
-def _share(told: str, share: float, limit: float, **values: Any) -> _Reading:
+def _share(told: str, share: float, limit: float, **words: Any) -> _Reading:
     """Reads a share that must stay below a limit."""
-    return _Reading(share >= limit, share, limit, _TEXTS[told].format(share=share, limit=limit, **values))
+    return _Reading(told, share >= limit, share, limit, words)
 
 
 def _slow_judge(judges: Mapping[str, float], limit: float) -> _Reading:
     name = max(judges, key=lambda judge: judges[judge])
-    sentence = _TEXTS["judge_seconds"].format(name=name, seconds=judges[name], limit=limit)
-    return _Reading(judges[name] >= limit, judges[name], limit, sentence, {"reward": name})
+    return _Reading("judge_seconds", judges[name] >= limit, judges[name], limit, {"name": name}, {"reward": name})
 
 
 def _equal_rewards(share: float, limit: float, mean: float | None, flat: Mapping[str, float]) -> _Reading:
     if not flat:
         return _share("equal_rewards", share, limit, known="" if mean is None else f"; mean reward {mean:.3g}")
     gave = (f"{name} gave {'no reward' if math.isnan(at) else f'{at:.3g}'}" for name, at in flat.items())
-    return _Reading(True, share, limit, _TEXTS["flat_rewards"].format(gave=" and ".join(gave)))
+    return _Reading("flat_rewards", True, share, limit, {"gave": " and ".join(gave)})
 
 
 def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, float]:
@@ -169,15 +173,6 @@ def _flat_rewards(metrics: Mapping[str, float], *, first: bool) -> dict[str, flo
     return found
 
 
-def _kl(value: float, band: tuple[float, float], objective: str, *, was_in_band: bool) -> _Reading:
-    low, high = band
-    of, beta = (f" on the rows of objective {objective!r}", "its beta") if objective else ("", "beta")
-    text = _TEXTS["kl/above" if value > high else "kl/below"]
-    sentence = text.format(of=of, beta=beta, value=value, low=low, high=high)
-    details = {"objective": objective} if objective else {}
-    return _Reading(value > high or (value < low and was_in_band), value, list(band), sentence, details)
-
-
 def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading | None:
     """Compares the last steps that began a rollout with those before; None while too few are known."""
     before, recent = steps[:-RECENT_STEPS], steps[-RECENT_STEPS:]
@@ -186,23 +181,21 @@ def _throughput(steps: Sequence[Mapping[str, float]], limit: float) -> _Reading 
     usual, now = _medians(before), _medians(recent)
     drop = 1 - usual["step"] / now["step"] if now["step"] > 0 else 0.0
     slowest = max(_REMEDIES, key=lambda phase: now.get(phase, 0.0) - usual.get(phase, 0.0))
-    sentence = _TEXTS["throughput_drop"].format(
-        now=now["step"],
-        usual=usual["step"],
-        drop=drop,
-        limit=limit,
-        phase=slowest,
-        before=usual.get(slowest, 0.0),
-        after=now.get(slowest, 0.0),
-        remedy=_REMEDIES[slowest],
-    )
-    return _Reading(drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST, drop, limit, sentence)
+    words = {
+        "now": now["step"],
+        "usual": usual["step"],
+        "phase": slowest,
+        "before": usual.get(slowest, 0.0),
+        "after": now.get(slowest, 0.0),
+        "remedy": _REMEDIES[slowest],
+    }
+    broken = drop >= limit and now["step"] - usual["step"] >= _LEAST_SECONDS_LOST
+    return _Reading("throughput_drop", broken, drop, limit, words)
 
 
 def _retries(failures: int, limit: int) -> _Reading:
     times = "once" if failures == 1 else f"{failures} times"
-    sentence = _TEXTS["retries"].format(times=times, steps=WINDOW_STEPS, limit=limit)
-    return _Reading(failures >= limit, failures, limit, sentence)
+    return _Reading("retries", failures >= limit, failures, limit, {"times": times, "steps": WINDOW_STEPS})
 
 
 def _number(metrics: Mapping[str, float], name: str) -> float | None:

@@ -185,8 +185,8 @@ class Snapshot:
         with host_memory():
             self._random = capture_random_state()
             seen: dict[int, Restore] = {}
-            self._optimizer = remember(optimizer, seen)
-            self._weights = remember(list(parameters), seen)  # where the optimizer holds others in their place
+            # the weights too, where the optimizer holds others in their place
+            self._stepped = remember([optimizer, list(parameters)], seen)
             self._schedule = remember(scheduler.state_dict(), seen)
             gradients = [(parameter, parameter.grad) for parameter in parameters]
             self._gradients = [
@@ -196,8 +196,7 @@ class Snapshot:
 
     def restore(self) -> None:
         """Puts everything back bit for bit, in place; allocates nothing on the device and may be repeated."""
-        self._optimizer()
-        self._weights()
+        self._stepped()
         self._scheduler.load_state_dict(self._schedule())
         for parameter, gradient in self._gradients:
             parameter.grad = gradient()
