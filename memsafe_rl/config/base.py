@@ -124,7 +124,8 @@ class TrainerConfig(TrainerSettings, ABC):
                 return getattr(self, ALIASES[name])
             if name in REFUSED and REFUSED[name].off:
                 return REFUSED[name].off[0]
-            raise AttributeError(f"{type(self).__name__} has no setting {name!r}.")
+            instead = " Assign the settings themselves." if name.startswith("set_") else ""
+            raise AttributeError(f"{type(self).__name__} has no setting {name!r}.{instead}")
 
     def validate(self) -> None:
         """Reads, fills in and checks every setting; after a change, what was filled in before is filled in anew."""

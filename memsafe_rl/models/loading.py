@@ -97,10 +97,9 @@ def read_config(
         config = arguments["config"]
     else:
         given = {key: value for key, value in arguments.items() if key not in _OF_WEIGHTS}  # may change the config
+        given.setdefault("trust_remote_code", trust_remote_code)
         try:
-            config = AutoConfig.from_pretrained(
-                model, trust_remote_code=trust_remote_code, **places_for(model, **given)
-            )
+            config = AutoConfig.from_pretrained(model, **places_for(model, **given))
         except (OSError, ValueError) as error:
             instead = _INSTEAD.get(told, "")
             raise refusal("config/read", told=told, model=model, reason=first_line(error), instead=instead) from error

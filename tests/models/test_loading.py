@@ -100,6 +100,12 @@ def test_a_config_is_read_without_weights(folder: str, tmp_path: Path) -> None:
     assert read_config(str(tmp_path)).router_losses == RouterLosses(0.02)
 
 
+def test_code_of_the_models_own_may_be_trusted_among_its_arguments(folder: str) -> None:
+    """TRL's own scripts write it there."""
+    facts = read_config(folder, model_init_kwargs={"trust_remote_code": False, "dtype": "float32"})
+    assert facts == read_config(folder)
+
+
 def test_what_a_config_shows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config that can be read"):
         read_config(str(tmp_path / "nothing"))

@@ -246,6 +246,15 @@ def test_rows_without_advantage_are_skipped_without_a_trace(tmp_path: Path, monk
     assert len(skipping.loop.learner.local_rows(skipping.loop.state.rollout.trajectory, range(8))) == 4
 
 
+def test_a_step_without_any_token_to_run_logs_no_entropy(tmp_path: Path) -> None:
+    """Callbacks compare what they find in a log with numbers."""
+    trainer = make_trainer(tmp_path, reward_funcs=lambda completions, **_: [0.0] * len(completions), max_steps=1)
+    trainer.train()
+    (record,) = (one for one in trainer.state.log_history if "loss" in one)
+    assert "entropy" not in record
+    assert None not in record.values()
+
+
 def test_a_row_that_nobody_scored_counts_for_nothing(tmp_path: Path) -> None:
     def some(completions: list[str], **_: Any) -> list[float | None]:
         rewards: list[float | None] = list(count_digits(completions))

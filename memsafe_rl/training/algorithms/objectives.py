@@ -211,7 +211,8 @@ class Controllers:
         }
         if not config.gives_entropy_bonus:
             return replace(self, betas=betas)
-        return Controllers(self._entropy_after(metrics.get("active_entropy", metrics["entropy"]), config), betas)
+        entropy = metrics.get("active_entropy", metrics.get("entropy", math.nan))
+        return Controllers(self._entropy_after(entropy, config), betas)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values for a checkpoint."""

@@ -48,12 +48,13 @@ def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> 
     metrics = {
         "loss": totals["loss"],
         "grad_norm": numbers.grad_norm,
-        "entropy": totals.get("entropy", math.nan) / run_tokens,
         "approx_kl/k3_token": totals.get("approx_kl", 0.0) / run_tokens,
         "approx_kl/k1_token": -totals.get("log_ratio", 0.0) / run_tokens,
         "approx_kl/k3_sequence": totals.get("approx_kl_rows", 0.0) / run_rows,
         "approx_kl/k1_sequence": -totals.get("log_ratio", 0.0) / run_rows,
     }
+    if "entropy" in totals:  # no token is run where all rewards are equal
+        metrics["entropy"] = totals["entropy"] / run_tokens
     if "kl" in totals:
         metrics["kl"] = totals["kl"] / tokens
     if terms.entropy_masks is not None:
