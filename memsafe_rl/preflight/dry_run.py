@@ -374,7 +374,7 @@ def _try_until_settled(
             for trial in trials:  # what ranks gather is outside of every guard
                 setup.recovery.once(Stage.PREPARE, _try, setup, committer, trial)
             if evaluation is not None:
-                setup.recovery.once(Stage.PREPARE, Probe(setup, longest).draw, evaluation)
+                setup.recovery.once(Stage.PREPARE, Probe(setup, longest).evaluate, evaluation)
             tried.append((tracker.rollout_plan, tracker.update_plan))
             trials = worst_trials(setup, among, grows=grows)
             rollout = trials[-1].plans[0]
