@@ -29,6 +29,7 @@ from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.models.vision.processors import share_tower
 from memsafe_rl.parallel.one_process import OneProcess, WholeWeights
+from memsafe_rl.parallel.shards import check_draws_tokens
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
@@ -148,6 +149,7 @@ class DryRun:
         if gathering is not None:
             listen(gathering)  # until the fake device is left
             if self.shared.sharding is Sharding.FSDP:
+                check_draws_tokens(setup.adapter)
                 setup = replace(setup, shards=WholeWeights(gathering.reducing))
         try:
             settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
