@@ -260,7 +260,8 @@ def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = 
     def sizes(rows: Sequence[int]) -> tuple[int, ...]:
         actions = sum(work.action_tokens[row] for row in rows)
         if work.sources:
-            return actions, padded(work.action_tokens, rows), padded(prompts, rows)
+            read = len({work.sources[row] for row in rows}) * max(prompts[row] for row in rows)
+            return actions, padded(work.action_tokens, rows), padded(prompts, rows), read
         copied = max((count * width for count, width in attention_runs(work, rows, packed=packed)), default=0)
         return actions, slice_tokens(work, rows, packed=packed), copied
 

@@ -45,6 +45,8 @@ from memsafe_rl.types import Component
 
 T = TypeVar("T")
 
+_REMEDY = "Leave fsdp out; every rank then holds all weights."
+"""What to do with a network that is not divided."""
 _FORWARD = "memsafe_forward"
 """The method of a divided network inside of which FSDP2 expects its forward."""
 
@@ -343,18 +345,22 @@ def check_critic_dividable(critic: Any) -> None:
         )
 
 
+def check_draws_tokens(adapter: Any) -> None:
+    """Refuses to divide what is no language model."""
+    if getattr(adapter, "lm", None) is None or adapter.time_separable:
+        raise ConfigError(f"fsdp divides language models, and {type(adapter.model).__name__} is none. {_REMEDY}")
+
+
 def check_dividable(adapter: Any) -> None:
     """Refuses to divide what has not been proved to learn the same."""
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
+    check_draws_tokens(adapter)
     told = f"fsdp divides language models, and {type(adapter.model).__name__}"
-    remedy = "Leave fsdp out; every rank then holds all weights."
-    if getattr(adapter, "lm", None) is None or adapter.time_separable:
-        raise ConfigError(f"{told} is none. {remedy}")
     if not blocks_of(adapter.lm):
-        raise ConfigError(f"{told} has no repeated blocks. {remedy}")
+        raise ConfigError(f"{told} has no repeated blocks. {_REMEDY}")
     if any("trainable_tokens" in name for name, _ in adapter.lm.named_parameters()):
-        raise ConfigError(f"{told} trains single rows of a table (trainable_token_indices). {remedy}")
+        raise ConfigError(f"{told} trains single rows of a table (trainable_token_indices). {_REMEDY}")
     for block in blocks_of(adapter.lm):
         types = sorted({str(weight.dtype) for weight in block.parameters() if weight.requires_grad})
         if len(types) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from memsafe_rl.models.language.factory import adapter_for, check_adapter
 from memsafe_rl.models.loading import LoadedModel, read_config
 from memsafe_rl.models.vision.processors import share_tower
 from memsafe_rl.parallel.one_process import OneProcess, WholeWeights
+from memsafe_rl.parallel.shards import check_draws_tokens
 from memsafe_rl.preflight import refusal
 from memsafe_rl.preflight.fake.device import nothing_differs
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
@@ -104,13 +105,14 @@ class DryRun:
     tokenizer: Any = None
     prompt_tokens: int | None = None
     policy: Any = None
-    critic: Callable[[], Any] = lambda: None
+    critic: Callable[..., Any] = lambda **_: None
     evaluation: Any = None
     reward_models: Callable[[], list[Any]] = list
     speed: DeviceSpeed | None = None
     about_prompts: str = ""
     _assumes_evaluation: bool = False
-    _loaded: Mapping[Component, int] = field(default_factory=dict)
+    _critic_checked: Checked | None = None  # of one that is a language model of its own
+    _at_checks: list[dict[Component, int]] = field(default_factory=list)  # what is held at each check at start
 
     def __post_init__(self) -> None:
         refusal.when(self.dataset is not None and self.tokenizer is None, "processing_class")
@@ -119,7 +121,9 @@ class DryRun:
 
     def run(self, network: Any, memory: SimulatedMemory, *, reference: Callable[[], Any]) -> MemoryForecast:
         """Builds a setup of a named network and tries its longest rows; where they do not fit, says why."""
-        checked = _check_shallow(network(shallow=True), self.config, memory)
+        checked, self._critic_checked = (
+            _check_shallow(make(shallow=True), self.config, memory) for make in (network, self.critic)
+        )
         if memory.live_bytes:  # some networks hold themselves, and the shallow one would count beside the whole
             gc.collect()
         memory.empty_cache()
@@ -131,7 +135,6 @@ class DryRun:
         if on_host:  # loaded there, they were never on the device, nor did anything fill the gaps between them
             memory.ledger.compact()
             memory.forget_phases()
-        checked = checked._replace(extra_bytes=checked.extra_bytes + _narrow_bytes(model, self.config))
         return self.run_model(model, frozen, memory, checked)
 
     def run_model(
@@ -141,22 +144,20 @@ class DryRun:
         self.config.memory_budget = f"{self._budget_bytes}B"
         self.config.validate()
         setup, refusal, settled = self._build(model, reference, checked), None, None
-        longest, resident = self._longest(setup), setup.adapter.host_weights.resident
+        longest = self._longest(setup)
         gathering = self.shared.gathering(setup)
         if gathering is not None:
             listen(gathering)  # until the fake device is left
             if self.shared.sharding is Sharding.FSDP:
+                check_draws_tokens(setup.adapter)
                 setup = replace(setup, shards=WholeWeights(gathering.reducing))
         try:
             settled = _try_until_settled(setup, longest, memory, self._drawn_for_evaluation(setup, longest))
         except MemoryBudgetError as error:
             refusal = str(error)
         tracker, phases, state = setup.memory, memory.phase_peaks(), setup.memory.state()
-        if checked is not None:  # the peak of the load is held against the moment of the check at start
-            passing = setup.adapter.geometry.frozen_bytes(resident, scores=False)[1]  # blocks that come and go
-            extra = {Component.WEIGHTS: passing, Component.OTHER: checked.extra_bytes}
-            check = {**self._loaded, **{part: self._loaded[part] + more for part, more in extra.items()}}
-            phases[Phase.LOAD] = max(phases[Phase.LOAD], check, key=lambda parts: sum(parts.values()))
+        # The peak of the load is held against the moments of the checks at start.
+        phases[Phase.LOAD] = max([phases[Phase.LOAD], *self._at_checks], key=lambda parts: sum(parts.values()))
         found = MemoryForecast(
             phases=phases,
             budget_bytes=tracker.budget_bytes,
@@ -216,8 +217,14 @@ class DryRun:
             return LoadedModel(model, reference, copied=not config.teacher_model_name_or_path)
 
         def check(config: TrainerConfig, models: ModelFactory, adapter: Any) -> None:
-            self._loaded = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
-            _take_over(checked, config, models, adapter)
+            found = self._critic_checked if adapter.model is critic else checked
+            if found is not None:
+                held = _loaded_before(adapter.model, critic, parts.get(Component.WEIGHTS, 1))
+                _, passing = adapter.geometry.frozen_bytes(adapter.host_weights.resident, scores=False)
+                held[Component.WEIGHTS] += passing  # blocks that come and go
+                held[Component.OTHER] += found.extra_bytes + _narrow_bytes(adapter.model, config)
+                self._at_checks.append(held)
+            _take_over(found, config, models, adapter)
 
         return build_setup(inputs, machine, load=load, check=check)
 
@@ -286,8 +293,10 @@ _CHECKS: dict[Hashable, Checked] = {}
 """What checks of this process found: the forecasts of a search, or of one command, are often of one network."""
 
 
-def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checked:
-    """Checks a network with a block of each kind; a deeper one holds little more while it is checked."""
+def _check_shallow(model: Any, settings: Any, memory: SimulatedMemory) -> Checked | None:
+    """Checks a network with a block of each kind, if it is one; a deeper one holds little more while it is checked."""
+    if model is None or isinstance(model, str):
+        return None
     losses = router_losses(settings, read_config(model))
     weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in model.named_parameters())
     kinds = tuple(type(module) for module in model.modules())
@@ -318,11 +327,11 @@ def _narrow_bytes(model: Any, settings: Any) -> int:
 
 
 def _loaded_before(model: Any, critic: Any, ranks: int) -> dict[Component, int]:
-    """Divides what is held when a network is checked, before ranks divide its weights and critics are made."""
+    """Divides what is held when a network is checked, before ranks divide its weights and later critics are made."""
     (memory,) = open_simulations()[-1:]
     held = memory.live_by_component()
     within = [weight for name, weight in model.named_parameters() if f".{CRITIC_ADAPTER}." in name]
-    beside = list(weights_of(critic)) if isinstance(critic, nn.Module) else []
+    beside = list(weights_of(critic)) if isinstance(critic, nn.Module) and critic is not model else []
     held[Component.WEIGHTS] *= ranks
     held[Component.WEIGHTS] -= sum(weight.nbytes for weight in (*within, *beside))
     return held
@@ -367,7 +376,7 @@ def _try_until_settled(
             for trial in trials:  # what ranks gather is outside of every guard
                 setup.recovery.once(Stage.PREPARE, _try, setup, committer, trial)
             if evaluation is not None:
-                setup.recovery.once(Stage.PREPARE, Probe(setup, longest).draw, evaluation)
+                setup.recovery.once(Stage.PREPARE, Probe(setup, longest).evaluate, evaluation)
             tried.append((tracker.rollout_plan, tracker.update_plan))
             trials = worst_trials(setup, among, grows=grows)
             rollout = trials[-1].plans[0]

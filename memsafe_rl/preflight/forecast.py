@@ -248,12 +248,13 @@ def _fake_chains(model: Any, config: TrainerConfig, peft_config: Any) -> tuple[A
     return found
 
 
-def _critic_of_tokens(critic: Any, config: TrainerConfig) -> Any:
-    """Returns a trainer's argument for a critic of a language model, its weights fake."""
+def _critic_of_tokens(critic: Any, config: TrainerConfig, *, shallow: bool = False) -> Any:
+    """Returns a trainer's argument for a critic of a language model, its weights fake; ``shallow`` as of a model."""
     if critic is None or (isinstance(critic, str) and critic == "adapter"):
         return critic
     named, trusted = isinstance(critic, str), config.trust_remote_code
     own = config_for(critic, "critic", trust_remote_code=trusted) if named else critic.config
+    own = shallow_copy(own) if shallow else own
     return fake_language_model(own, dtype=torch.float32 if named else critic.dtype, trust_remote_code=trusted)
 
 

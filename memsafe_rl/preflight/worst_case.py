@@ -255,26 +255,27 @@ class Probe:
         if self.setup.draw_rollout is None:
             self.plan_rollout()
         with self.setup.gathered():
-            for drawing in (self.drawing, evaluation):
-                if drawing is not None:
-                    self.draw(drawing)
+            self.draw(self.drawing)
         trajectory = self.rows()
         rows = worst_step(self.setup, trajectory, self.longest.rollout)
         self.learner.plan(trajectory, rows)
         self.score(trajectory, self.setup.memory.update_plan.logprob_tile)
+        if evaluation is not None:  # scored in an update's tiles, and before there are gradients
+            self.evaluate(evaluation)
         self.update(trajectory, rows, _PROBED_MICRO_BATCHES)
 
-    def rows(self) -> Trajectory:
-        """Lays down a whole rollout of the longest rows."""
-        setup, config, longest = self.setup, self.setup.config, self.longest
-        group, objectives = config.num_generations, len(config.objective_list)
+    def rows(self, drawing: Drawing | None = None) -> Trajectory:
+        """Lays down the longest rows of an evaluation, or of a whole rollout."""
+        setup, config, drawing = self.setup, self.setup.config, drawing or self.drawing
+        longest, count, group = drawing.longest, drawing.prompts, drawing.group_size
+        objectives = len(config.objective_list)
         needs_old = config.updates_per_epoch > 1 or config.num_iterations > 1
         if self._adapter.time_separable:
-            laid = chains(cast(Any, self._adapter), config.prompts_per_rollout, group, objectives, needs_old=needs_old)
+            laid = chains(cast(Any, self._adapter), count, group, objectives, needs_old=needs_old)
             return setup.advantages.placeholder(laid, laid.sampling_logprobs)
-        completions = [longest.ids(longest.completion_tokens)] * config.rollout_rows
+        completions = [longest.ids(longest.completion_tokens)] * (count * group)
         with host_memory():
-            trajectory = lay_down(longest.prompts(config.prompts_per_rollout), completions, group, objectives)
+            trajectory = lay_down(longest.prompts(count), completions, group, objectives)
             unsure = Ragged(torch.full((len(trajectory.actions.flat),), -1.0), trajectory.actions.lengths)
         corrected = self._collector.corrects_sampler
         needs_old = needs_old or corrected
@@ -306,21 +307,34 @@ class Probe:
 
     def draw(self, drawing: Drawing) -> None:
         """Tries drawing the longest rows, and the largest pass of every reward model over as many tokens."""
-        setup, reader, evaluates_now = self.setup, self.setup.models.reader, drawing.phase is not Phase.ROLLOUT
-        kept = reader.kept()
-        if evaluates_now:  # what a rollout keeps of its prompts was there when it was planned
-            self._read(drawing)
+        setup = self.setup
         if setup.draw_rollout is None:
             self._try_wave(drawing)
-        if evaluates_now:
-            reader.forget(kept)
         if not setup.rewards.models or self._adapter.time_separable:
             return
         prompts, rows = self._samples_of(drawing)
         work = self._collector.work(prompts, drawing.group_size)
         attempt = self._collector.scorer.attempt(Stage.REWARD_PASS, work, nullcontext)
-        with setup.memory.phase(drawing.phase if evaluates_now else Phase.REWARD):
+        with setup.memory.phase(Phase.REWARD if drawing.phase is Phase.ROLLOUT else drawing.phase):
             setup.rewards.rehearse(drawing.longest.row_tokens, len(rows), by_reward_rows(attempt))
+
+    def evaluate(self, drawing: Drawing) -> None:
+        """Tries drawing, rewarding and scoring an evaluation's longest rows, beside what is kept of its prompts."""
+        setup, reader, adapter = self.setup, self.setup.models.reader, self._adapter
+        kept, tile = reader.kept(), setup.memory.update_plan.logprob_tile
+        with setup.gathered():
+            self._read(drawing)
+            self.draw(drawing)
+            if self._collector.evaluates_loss:
+                # More rows than a slice has, of as little as their completions, tell no more.
+                rows = 1 + setup.memory.rollout_plan.score_tokens // drawing.longest.completion_tokens
+                most = setup.config.world_size * -(-rows // drawing.group_size)
+                laid = self.rows(replace(drawing, prompts=min(drawing.prompts, most)))
+                everyone = range(0, len(laid), setup.config.world_size)
+                self._score_unrewarded(laid, [], tile)
+                self._mark(laid, [everyone], tile)
+                self._score(laid, adapter, [everyone], phase=Phase.EVALUATE, tile=tile, with_entropy=True)
+        reader.forget(kept)
 
     def _read(self, drawing: Drawing) -> None:
         """Keeps of the longest prompts what reading them keeps on the device."""
@@ -398,19 +412,25 @@ class Probe:
         setup, rollout, adapter = self.setup, self.longest.rollout, self._adapter
         first = UpdatePlan.logprob_tile  # before there is a plan
         before = max(tile, first) if rollout is None else tile if rollout else first
-        config, needs, scorer = setup.config, setup.advantages.needs, self._collector.scorer
-        budget = setup.memory.rollout_plan.score_tokens
+        self._score_unrewarded(trajectory, later_rows(setup, rollout), before)
+        steps = [step.rows for step in steps_of(setup, trajectory, rollout)]
+        # All steps of a rollout but the first are scored after the update of another one.
+        for sets, own in [(steps[:1], before), (steps[1:], tile)] if rollout == 0 else [(steps, before)]:
+            self._mark(trajectory, sets, own)
+            if adapter.routers is not None and sets:
+                self._score(trajectory, adapter, sets, partial(counting_experts, setup, []), tile=own)
+        everyone = range(0, len(trajectory), setup.config.world_size)
+        for critic in setup.advantages.critics:
+            with setup.memory.phase(Phase.SCORE), critic.running() as network, setup.gathered(network.model):
+                attempt = self._collector.scorer.attempt(Stage.SCORE, adapter.work(trajectory, everyone))
+                columns, budget = setup.advantages.needs.columns, setup.memory.rollout_plan.score_tokens
+                for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
+                    value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
 
-        def scored(
-            adapter: ModelAdapter, sets: Sequence[Sequence[int]], context: Context | None = None, **wanted: Any
-        ) -> None:
-            wanted = {"temperature": config.temperature, "tile": before, **wanted}
-            with setup.gathered(adapter.model), setup.memory.phase(Phase.SCORE):
-                for rows, packed in widest_slices(setup, trajectory, sets, budget):
-                    attempt = scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
-                    score_all(adapter, trajectory, rows, attempt=attempt, packed=packed, **wanted)
-
-        everyone, later = range(0, len(trajectory), config.world_size), later_rows(setup, rollout)
+    def _score_unrewarded(self, trajectory: Trajectory, later: Sequence[Sequence[int]], tile: int) -> None:
+        """Scores what needs no rewards, under the reference and, rows of later steps or all, under the model."""
+        config, needs, adapter = self.setup.config, self.setup.advantages.needs, self._adapter
+        scored, everyone = partial(self._score, trajectory, tile=tile), range(0, len(trajectory), config.world_size)
         if config.has_reference and not adapter.closed_form_kl:
             ids = None
             if likeliest := needs.likeliest:
@@ -422,23 +442,34 @@ class Probe:
             with adapter.reference() as reference:
                 scored(reference, [everyone], choices=ids)
         if self._collector.corrects_sampler or needs.logprobs:  # which gives those of later steps too
-            later = [list(everyone)]
+            later = [everyone]
         if later:
             scored(adapter, later, with_kl=needs.with_kl, columns=needs.columns)
-        steps = [step.rows for step in steps_of(setup, trajectory, rollout)]
-        # All steps of a rollout but the first are scored after the update of another one.
-        for sets, own in [(steps[:1], before), (steps[1:], tile)] if rollout == 0 else [(steps, before)]:
-            if config.marks_tokens and sets:
-                wanted = config.top_entropy_quantile < 1.0
-                scored(adapter, sets, setup.row_by_row, with_entropy=wanted, tile=own)
-            if adapter.routers is not None and sets:
-                scored(adapter, sets, partial(counting_experts, setup, []), tile=own)
-        for critic in setup.advantages.critics:
-            with setup.memory.phase(Phase.SCORE), critic.running() as network, setup.gathered(network.model):
-                attempt = scorer.attempt(Stage.SCORE, adapter.work(trajectory, everyone))
-                for rows, packed in widest_slices(setup, trajectory, [everyone], budget):
-                    columns = needs.columns
-                    value_all(network, trajectory, rows, critic.head, attempt=attempt, columns=columns, packed=packed)
+
+    def _mark(self, trajectory: Trajectory, sets: Sequence[Sequence[int]], tile: int) -> None:
+        """Scores each row as if alone, where some of its tokens are marked by that."""
+        config = self.setup.config
+        if config.marks_tokens and sets:
+            wanted = config.top_entropy_quantile < 1.0
+            self._score(trajectory, self._adapter, sets, self.setup.row_by_row, tile=tile, with_entropy=wanted)
+
+    def _score(
+        self,
+        trajectory: Trajectory,
+        adapter: ModelAdapter,
+        sets: Sequence[Sequence[int]],
+        context: Context | None = None,
+        *,
+        phase: Phase = Phase.SCORE,
+        **wanted: Any,
+    ) -> None:
+        """Scores, of rows that are scored together, the slices that may hold most."""
+        setup, scorer = self.setup, self._collector.scorer
+        wanted["temperature"] = setup.config.temperature
+        with setup.gathered(adapter.model), setup.memory.phase(phase):
+            for rows, packed in widest_slices(setup, trajectory, sets, setup.memory.rollout_plan.score_tokens):
+                attempt = scorer.attempt(Stage.SCORE, setup.adapter.work(trajectory, rows), context)
+                score_all(adapter, trajectory, rows, attempt=attempt, packed=packed, **wanted)
 
     def rollout(self, trajectory: Trajectory) -> Rollout:
         """Returns rows as a rollout of the run's own engine."""

@@ -152,10 +152,16 @@ class Collector:
         groups = Groups(prompts, self._config.eval_generations, self._config.seed, EVALUATION_ROLLOUT)
         samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE))
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
-        if self._setup.advantages.critics or self._settings.objectives or self._setup.adapter.time_separable:
+        if not self.evaluates_loss:
             return metrics, None
         drawn = Drawn(samples, None, consumed=0)
         return metrics, self.assign(drawn, self.score(drawn, []), [])
+
+    @property
+    def evaluates_loss(self) -> bool:
+        """Whether evaluations have a loss: it needs no critic, is one, and is of tokens."""
+        setup = self._setup
+        return not (setup.advantages.critics or self._settings.objectives or setup.adapter.time_separable)
 
     def close(self) -> None:
         """Ends the engine and the threads of environments; the next rollout starts them anew."""

@@ -72,6 +72,26 @@ def test_peaks_are_what_the_run_then_holds(folder: Path, critic: str, settings: 
     assert [event["event"] for event in trainer.memory_events if event["event"] in failures] == []
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.slow
+def test_the_check_of_a_large_critic_counts(tied: bool, tmp_path: Path) -> None:
+    tiny_model("llama", vocab_size=4000, layers=1, hidden=32).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama", vocab_size=4000, layers=4, hidden=96, tied=tied).save_pretrained(tmp_path / "critic")
+    with SimulatedMemory(ROOM, exact=True) as memory:
+        trainer = PPOTrainer(
+            str(tmp_path),
+            lambda completions, **_: [0.0] * len(completions),
+            config_for(tmp_path),
+            Dataset.from_dict({"prompt": ["ab"] * 16}),
+            peft_config=LoraConfig(r=8, target_modules="all-linear"),
+            critic=str(tmp_path / "critic"),
+        )
+        held = sum(memory.phase_peaks()[Phase.LOAD].values())
+    assert trainer.forecast is not None
+    assert trainer.forecast.phase_bytes[Phase.LOAD] == pytest.approx(held, rel=0.001)
+
+
 @pytest.mark.slow
 def test_rows_of_later_steps_are_scored_with_all_others(folder: Path) -> None:
     lengths = (9, 9, 30, 4, 4, 18, 15, 20, 32, 40, 28, 34, 27, 6, 35, 37)

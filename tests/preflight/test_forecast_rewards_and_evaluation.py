@@ -77,6 +77,21 @@ def test_an_evaluation_is_a_phase_of_its_own(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("probed", [False, True], ids=["forecast", "probe"])
+def test_the_completions_of_an_evaluation_are_scored(folder: Path, probed: bool) -> None:
+    given = {"eval_dataset": prompts(64, PROMPT), "peft_config": LoraConfig(r=4)}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "beta": 0.1, "max_completion_length": 4, "max_steps": 1}
+    settings |= {"per_device_train_batch_size": 4, "memory_forecast": not probed, "probe_worst_case": probed}
+    trainer, held = run(folder, alternating, given, **settings)
+    if not probed:
+        check(trainer, held, Phase.EVALUATE, Phase.SCORE)
+        return
+    probe = next(event for event in trainer.memory_events if event["event"] == "probe")
+    for phase in (Phase.EVALUATE, Phase.SCORE):
+        assert probe["peak_bytes"][phase] == pytest.approx(held[phase], rel=0.03), phase
+
+
+@pytest.mark.slow
 def test_an_evaluation_with_a_reward_model_holds_both(folder: Path) -> None:
     given = {"eval_dataset": prompts(16, PROMPT), "reward_processing_classes": [None, SteadyTokenizer()]}
     trainer, held = run(folder, [alternating, str(folder / "judge")], given, eval_strategy="steps", eval_steps=1)

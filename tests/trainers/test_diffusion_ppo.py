@@ -20,6 +20,7 @@ from memsafe_rl.models.diffusion.state_critic import StateCritic, StateEncoder
 from memsafe_rl.preflight.forecast import forecast_memory
 from memsafe_rl.trainers.ppo import PPOTrainer
 from tests.models.diffusion.small import PROMPTS, WIDTH, Denoiser, frames, make_policy
+from tests.tiny import tiny_model
 from tests.trainers.helpers import cut, gradient_of, relative, trained
 
 LORA = {"r": 2, "target_modules": ["up", "down"]}
@@ -286,6 +287,7 @@ class Odd(Judge):
         (Odd(lambda values: values / 0), r"the values \[-?inf.*Look at"),
         (Judge().to("meta"), "on the meta device.*to_empty"),
         ("adapter", r"critic is 'adapter' and the model a DiffusionPolicy.*critic\(x, t, condition\)"),
+        (tiny_model(), r"critic is a Qwen3ForCausalLM, which reads tokens.*critic\(x, t, condition\)"),
         (Mixing(), "other values than alone"),
         (Wide(), r"gave a tensor of shape \(3, 1\).*shape \(rows,\)"),
         (Detached(), "carry no gradient"),

@@ -16,6 +16,7 @@ from memsafe_rl.data.prompts import PromptReader, Prompts, prompt_of
 from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.models.diffusion.policy import DiffusionPolicy, policy_of, prepare_policy
 from memsafe_rl.models.diffusion.state_critic import StateCritic, StateNetwork
+from memsafe_rl.models.language.factory import family_of
 from memsafe_rl.models.loading import LoadedModel
 from memsafe_rl.rollout.engines.denoising import DenoisingEngine
 from memsafe_rl.training import refusal
@@ -96,6 +97,7 @@ class Denoisers(ModelFactory):
     def critic(self, adapter: DiffusionAdapter, wanted: Any, check: Callable[[Any], None]) -> StateCritic:
         """Makes a critic that reads states."""
         refusal.when(not isinstance(wanted, nn.Module | None), "critic/denoiser", given=wanted)
+        refusal.when(family_of(wanted) is not None, "critic/states", kind=type(wanted).__name__)
         critic = StateCritic(adapter, wanted)
         check(critic.network)
         return critic

@@ -142,6 +142,8 @@ def test_the_widest_slices_by_hand() -> None:
     assert widest(work, []) == telling(work, []) == []
     encoded = replace(work, sources=(0, 1, 1, 2, 2))
     assert widest(encoded, slices) == [0, 1]  # 80 tokens of a prompt are attended to
+    alike = UpdateWork((50,) * 4, (40,) * 4, GEOMETRY, sources=(0, 1, 1, 1))
+    assert widest(alike, [[0, 1], [2, 3]]) == [0]  # two prompts are read, or one
 
 
 def test_packed_slices_are_measured_as_packed() -> None:

@@ -12,13 +12,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 from benchmarks.sharded_update import RANKS, SHAPES, forecast, measured
-from memsafe_rl import GRPOConfig, SimulatedMemory, forecast_memory
+from memsafe_rl import GRPOConfig, PPOConfig, SimulatedMemory, forecast_memory
 from memsafe_rl.accounting import charge, claim, in_phase, listen, stop_listening
 from memsafe_rl.cli.app import app
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.preflight.fake.sharding import Gathering, Sharding, parts_of
 from memsafe_rl.preflight.outcome import MemoryForecast
 from memsafe_rl.types import Component, Phase
+from tests.models.diffusion.small import make_policy
 from tests.tiny import tiny_config, tiny_model
 
 
@@ -185,6 +186,11 @@ class TestOfARun:
     def test_bad_input_is_named(self, folder: Path, given: dict[str, Any], told: str) -> None:
         with pytest.raises(ConfigError, match=told):
             of_a_rank(folder, **given)
+
+    def test_a_denoiser_is_refused_as_by_trainers(self) -> None:
+        config = PPOConfig("unused", report_to="none")
+        with pytest.raises(ConfigError, match=r"fsdp divides language models, and \w+ is none\. Leave fsdp out"):
+            forecast_memory(make_policy(), config, device_bytes=2**30, ranks=2, sharding="fsdp")
 
     @pytest.mark.slow
     def test_the_command_says_it_too(self, folder: Path) -> None:
