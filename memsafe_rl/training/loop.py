@@ -379,7 +379,7 @@ class TrainingLoop:
             logger.warning("%s; the run ends here", told)
         self._before_training(self)
         empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
-        self.files.prepare(setup, self.checkpoints, max_steps)
+        self.files.prepare(self.checkpoints, max_steps)
         self.report.call_event("on_train_begin", self.state)
         if is_over:
             self.report.control.should_training_stop = True
@@ -428,7 +428,7 @@ class TrainingLoop:
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.checkpoints.saved()
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, state, saved, wait=wait, best_before=before)
+                self.files.save(self.checkpoints, state, saved, wait=wait, best_before=before)
             else:
                 self.report.saved(state.progress)
             self.setup.parallel.wait()
