@@ -715,6 +715,6 @@ class PPOSettings(TrainerSettings):
 ALGORITHMS: dict[str, type[TrainerSettings]] = {"GRPO": GRPOSettings, "RLOO": RLOOSettings, "PPO": PPOSettings}
 """The settings of each algorithm."""
 DECLARED: dict[str, Setting] = {
-    name: one for kind in (*ALGORITHMS.values(), GRPOSettings) for name, one in kind.declared.items()
+    name: one for kind in (*ALGORITHMS.values(), ALGORITHMS["GRPO"]) for name, one in kind.declared.items()
 }
 """The settings of all algorithms; GRPO's where defaults differ."""
