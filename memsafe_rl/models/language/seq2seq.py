@@ -53,7 +53,6 @@ class _Read:
 
     trajectory: Trajectory  # the store
     prompts: tuple[int, ...]  # indices of the prompts
-    lengths: tuple[int, ...]  # their tokens
     hidden_PLD: Tensor  # (P, L, D), padded on the right
     reader: str | None  # the PEFT adapter that was active; None for none
 
@@ -70,11 +69,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         lm = language_model_of(model)
         refusal.when(not is_encoder_decoder(lm), "adapter/causal_lm", kind=type(lm).__name__)
         windows = layer_windows(decoder_config(lm))
-        heads = (
-            lm.get_output_embeddings(),
-            lm.get_decoder().get_output_embeddings(),
-        )  # a decoder with its own gives logits
-        if windows is None or heads[0] is None or heads[1] is not None:
+        head, own = lm.get_output_embeddings(), lm.get_decoder().get_output_embeddings()
+        if windows is None or head is None or own is not None:  # a decoder with its own gives logits
             raise refusal("seq2seq/head", kind=type(lm).__name__)
         super().__init__(
             model, lm, pad_token_id=pad_token_id, routes=(Route.MASKED,), joins=True, reference_model=reference_model
@@ -192,13 +188,12 @@ class Seq2SeqAdapter(LanguageAdapter):
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
         """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
         unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
-        lengths = tuple(trajectory.conditions.lengths[prompt] for prompt in unique)
         if trajectory.sources is not None and self.takes_sources:
             hidden_PLD = trajectory.sources.pad(unique, 0, self.device)
         else:
             prompts = trajectory.conditions.rows()
             hidden_PLD, _ = self._encoded([prompts[prompt] for prompt in unique])
-        return _Read(trajectory, unique, lengths, hidden_PLD, self._reader)
+        return _Read(trajectory, unique, hidden_PLD, self._reader)
 
     def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Returns the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
@@ -206,7 +201,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         if read is None or read.trajectory is not trajectory or read.reader != self._reader:
             read = self._read_prompts(trajectory, rows)
         order = [read.prompts.index(trajectory.condition_of_row[row]) for row in rows]
-        lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
+        lengths, hidden_BLD = trajectory.condition_lengths(rows), read.hidden_PLD
         if order != list(range(len(read.prompts))):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
         ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device)
