@@ -402,9 +402,8 @@ class TrainingLoop:
 
     def _go_to_start(self) -> None:
         """Discards the progress of an earlier call of `train`; the weights stay as they are."""
-        degradations = self.state.degradations  # the settings stay changed
-        self.state = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
-        self.state.degradations = degradations
+        start = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
+        self.state = replace(start, degradations=self.state.degradations)  # the settings stay changed
         self.setup.advantages.reset()
         self.report.reset()
 
