@@ -127,15 +127,12 @@ class LanguageAdapter(ModelAdapter, ABC):
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Returns the hidden states (M, D) from which the actions of rows are predicted, in the adapter's numerics."""
 
-    @contextmanager
-    def numerics(self, *, invariant: bool = False) -> Iterator[None]:
+    def numerics(self, *, invariant: bool = False) -> AbstractContextManager[None]:
         """Computes what is run inside as this adapter is told to: rows as if alone, to the bit, or in any order."""
         if not (self.batch_invariant or invariant):
-            yield
-            return
+            return nullcontext()
         # an attention of a network's own would be handed masks of another one, and read padding
-        with batch_invariant(self._all_configs if self.joins else ()):
-            yield
+        return batch_invariant(self._all_configs if self.joins else ())
 
     @torch.no_grad()
     @in_its_numerics

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.models import refusal
-from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.adapter import Adapter, Context, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, biases_left_out, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
@@ -148,9 +148,7 @@ class Seq2SeqAdapter(LanguageAdapter):
                 adapter.takes_sources = True
 
     @contextmanager
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> Iterator[None]:
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
         """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave."""
         if self.path.route is Route.WHOLE:
             yield
@@ -272,21 +270,18 @@ def start_token_of(lm: Any) -> int:
     raise refusal("decoder_start_token_id/missing", kind=type(lm).__name__)
 
 
-@contextmanager
-def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[None]:
+def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> AbstractContextManager[None]:
     """Has a table of positions give each row its own; such a decoder takes one for all, from its cache's length."""
     table = getattr(decoder, "embed_positions", None)
     if table is None:
-        yield
-        return
+        return nullcontext()
     forward = table.forward
 
     def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
         rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
         return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
 
-    with replaced([(table, "forward", own)]):
-        yield
+    return replaced([(table, "forward", own)])
 
 
 def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:
