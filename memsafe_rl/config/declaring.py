@@ -276,12 +276,6 @@ class Declared(Protocol):
     declared: ClassVar[Mapping[str, Setting]]
 
 
-def again(cls: type[Declared], name: str, default: Any, text: str | None = None) -> Any:
-    """Declares a setting of a base class again, with another default and, perhaps, another sentence."""
-    known = cls.declared[name]
-    return replace(known, default=default, help=known.help if text is None else text)
-
-
 @dataclass_transform()
 def declare(*, frozen: bool = False) -> Callable[[_Class], _Class]:
     """Makes a dataclass of a class whose body declares settings, and keeps them as `declared`, by name."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memsafe_rl.config.alarm_rules import ALARMS
-from memsafe_rl.config.declaring import Setting, again, declare, setting
+from memsafe_rl.config.declaring import Setting, declare, setting
 
 if TYPE_CHECKING:  # what a validated configuration holds
     Settings = dict[str, Any] | None
@@ -557,6 +558,12 @@ class TrainerSettings(RunSettings):
     use_bias_correction_kl: bool = reference(True, "Multiply the KL to the reference by the ratio.")
 
 
+def again(name: str, default: Any, text: str | None = None) -> Any:
+    """Declares a setting of every trainer again, with another default and, perhaps, another sentence."""
+    known = TrainerSettings.declared[name]
+    return replace(known, default=default, help=known.help if text is None else text)
+
+
 @declare()
 class GRPOSettings(TrainerSettings):
     """Settings of group-relative policy optimization; names, defaults and meanings are TRL 1.16's."""
@@ -652,12 +659,9 @@ class GRPOSettings(TrainerSettings):
 class RLOOSettings(TrainerSettings):
     """Settings of REINFORCE leave-one-out; names, defaults and meanings are TRL 1.16's."""
 
-    num_generations: int = again(TrainerSettings, "num_generations", 2)
+    num_generations: int = again("num_generations", 2)
     beta: float = again(
-        TrainerSettings,
-        "beta",
-        0.05,
-        "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded.",
+        "beta", 0.05, "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded."
     )
     normalize_advantages: bool = reward(False, "Scale advantages to mean 0 and deviation 1 over the whole rollout.")
     reward_clip_range: list[float] | None = reward(
@@ -670,12 +674,9 @@ class PPOSettings(TrainerSettings):
     """Settings of proximal policy optimization; names and meanings are those of TRL's where the concept is the same."""
 
     num_generations: int = again(
-        TrainerSettings,
-        "num_generations",
-        1,
-        "Completions sampled per prompt; the critic needs no group to compare with.",
+        "num_generations", 1, "Completions sampled per prompt; the critic needs no group to compare with."
     )
-    num_iterations: int = again(TrainerSettings, "num_iterations", 4)
+    num_iterations: int = again("num_iterations", 4)
     gamma: float = decay(1.0, "Discount per action.")
     gae_lambda: float = decay(
         0.95, "Lambda of advantage estimation: 0 trusts the critic's next value, 1 rewards alone.", also=("lam",)
