@@ -187,7 +187,7 @@ class TrainingLoop:
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
-            metrics = self.report.complete(state, result.metrics, result.micro_batches, self._learning_rate)
+            metrics = self.report.complete(state, result.metrics, self._learning_rate)
             metrics["step_time"] = time.perf_counter() - self._step_started
             self._advance(metrics)
             state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()

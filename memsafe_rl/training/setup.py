@@ -307,10 +307,9 @@ class TrainingSetup:
     @contextmanager
     def row_by_row(self) -> Iterator[None]:
         """The context of a forward whose numbers for a row must not depend, to the bit, on how rows are cut."""
-        with self.autocast():
-            exact = getattr(self.adapter, "numerics", None)
-            with nullcontext() if exact is None else exact(invariant=True):
-                yield
+        exact = getattr(self.adapter, "numerics", None)
+        with self.autocast(), nullcontext() if exact is None else exact(invariant=True):
+            yield
 
     def autocast(self) -> torch.autocast:
         """Returns the context of a forward pass; left after each, so that its weight cache never outlives one."""
