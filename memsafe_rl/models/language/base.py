@@ -306,12 +306,10 @@ class LanguageAdapter(ModelAdapter, ABC):
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:
         """Gives the frozen copy, else the PEFT adapter "ref", else the base, and takes back what PEFT changed."""
-        if self.reference_adapter is not None:
-            yield self.reference_adapter
-            return
-        refusal.when(not isinstance(self.model, PeftModel), "beta/reference", kind=type(self.model).__name__)
-        with as_reference(self.model):
-            yield self
+        model, copied = self.model, self.reference_adapter
+        refusal.when(not (copied or isinstance(model, PeftModel)), "beta/reference", kind=type(model).__name__)
+        with nullcontext() if copied else as_reference(model):
+            yield copied or self
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""
