@@ -269,7 +269,7 @@ class Learner:
             return placed, found
 
         work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
-        around = partial(setup.under, context=nullcontext())
+        around = partial(setup.under, enter=nullcontext)
         leave = partial(setup.shards.leave_round, self._repeat)
         attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around, leave)
         setup.model.train(not self._config.disable_dropout)
