@@ -142,7 +142,9 @@ def attend(part: Part, target: Target) -> tuple[Tensor, Tensor]:
     """Returns output (S, H, W, D) and log-sum-exp (S, H, W; at least float32) of one part of a softmax."""
     wide, kernel = _with_equal_heads(part), part.kernel(target)
     forward, _ = _CALLS[kernel]
-    found = [forward(wide.cut(rows, keys)) for rows, keys in _blocks(wide, kernel)]
+    found = []
+    for rows, keys in _blocks(wide, kernel):
+        found.append(forward(wide.cut(rows, keys)))
     out, lse = found[0] if len(found) == 1 else (torch.cat(pieces, 2) for pieces in zip(*found, strict=True))
     return out.reshape(*part.query.shape[:3], -1), lse.reshape(part.query.shape[:3])
 
