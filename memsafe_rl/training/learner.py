@@ -317,9 +317,8 @@ class Learner:
     def _sample_weights(self, state: RunState) -> WeightSample | None:
         """Copies some half-precision weights when it is time to check that a step moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
-        if not is_due(state.step, committer.warmup_steps, last) or not self._settings.watches_updates:
-            return None
-        if committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
+        due = self._settings.watches_updates and is_due(state.step, committer.warmup_steps, last)
+        if not due or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None
         return self._repeat(Stage.MEASURE, sample_weights, committer.stepped)
 

@@ -475,10 +475,8 @@ class TrainingLoop:
 
     def _used_up(self) -> bool:
         """Whether the epochs asked for are over although fewer steps were done (after KL stops)."""
-        per_epoch = self.setup.source.prompts_per_epoch
-        if self.config.max_steps > 0 or per_epoch is None:
-            return False
-        return self.state.cursor.position >= self.config.num_train_epochs * per_epoch
+        per_epoch = None if self.config.max_steps > 0 else self.setup.source.prompts_per_epoch
+        return per_epoch is not None and self.state.cursor.position >= self.config.num_train_epochs * per_epoch
 
     def _trajectory_tensors(self) -> list[torch.Tensor]:
         rollout, kept = self.state.rollout, self.setup.models.reader.tensors()
