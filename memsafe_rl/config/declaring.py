@@ -253,10 +253,10 @@ def setting(
     text: str,
     *,
     group: str = "",
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
     none: str = "",
     **traits: Any,
 ) -> Any:
@@ -265,24 +265,15 @@ def setting(
     ``low`` and ``high`` are allowed themselves, ``above`` and ``below`` are not; ``none`` says what None stands for
     where a user might write infinity for it.
     """
-    interval = None
-    if any(bound is not None for bound in (low, high, above, below)):
-        least = next((bound for bound in (low, above) if bound is not None), -math.inf)
-        most = next((bound for bound in (high, below) if bound is not None), math.inf)
-        interval = Range(least, most, open_low=above is not None, open_high=below is not None, none=none)
-    return Setting(default, text, group, interval, **traits)
+    least, most = max(low, above), min(high, below)
+    interval = Range(least, most, open_low=above > -math.inf, open_high=below < math.inf, none=none)
+    return Setting(default, text, group, None if interval == Range(none=none) else interval, **traits)
 
 
 class Declared(Protocol):
     """A class under `declare`."""
 
     declared: ClassVar[Mapping[str, Setting]]
-
-
-def again(cls: type[Declared], name: str, default: Any, text: str | None = None) -> Any:
-    """Declares a setting of a base class again, with another default and, perhaps, another sentence."""
-    known = cls.declared[name]
-    return replace(known, default=default, help=known.help if text is None else text)
 
 
 @dataclass_transform()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from memsafe_rl.config.alarm_rules import ALARMS
-from memsafe_rl.config.declaring import Setting, again, declare, setting
+from memsafe_rl.config.declaring import Setting, declare, setting
 
 if TYPE_CHECKING:  # what a validated configuration holds
     Settings = dict[str, Any] | None
@@ -32,10 +33,12 @@ prompt = partial(setting, group="Prompts")
 token_prompt = partial(prompt, tokens_only=True)
 sampling = partial(setting, group="Sampling", tokens_only=True)
 engine = partial(setting, group="Rollout engine", tokens_only=True)
+server = partial(engine, resume="may change")
 reward = partial(setting, group="Rewards")
 calls = partial(reward, resume="may change")
 objective = partial(setting, group="Several objectives")
 loss = partial(setting, group="Loss")
+token_loss = partial(loss, tokens_only=True)
 reference = partial(setting, group="Reference and entropy")
 entropy = token_reference = partial(reference, tokens_only=True)
 optimizer = partial(setting, group="Optimizer")
@@ -46,6 +49,8 @@ evaluation = partial(setting, group="Evaluation", resume="may change")
 checkpoint = partial(setting, group="Checkpoints", resume="may change")
 log = partial(setting, group="Log", resume="may change")
 critic = partial(setting, group="Critic")
+token_critic = partial(critic, tokens_only=True)
+decay = partial(critic, low=0, high=1)
 
 _PANELS = (run, batch, prompt, sampling, engine, reward, objective, loss, reference, optimizer, precision, memory)
 GROUPS: tuple[str, ...] = tuple(panel.keywords["group"] for panel in (*_PANELS, evaluation, checkpoint, log))
@@ -469,26 +474,20 @@ class TrainerSettings(RunSettings):
         "Where vLLM runs: 'colocate' in this process, 'server' in servers that are running already.",
         choices=("colocate", "server"),
     )
-    vllm_server_base_url: str | None = engine(
-        None,
-        "Address of the vLLM server, or of several, separated by commas; None: host and port.",
-        resume="may change",
+    vllm_server_base_url: str | None = server(
+        None, "Address of the vLLM server, or of several, separated by commas; None: host and port."
     )
-    vllm_server_host: str = engine("0.0.0.0", "Host of the vLLM server.", resume="may change")
-    vllm_server_port: int = engine(8000, "Port of the vLLM server.", low=1, high=65535, resume="may change")
-    vllm_server_timeout: float = engine(
-        240.0,
-        "Longest wait for a vLLM server to be up, and longest silence of one, in seconds.",
-        above=0,
-        resume="may change",
+    vllm_server_host: str = server("0.0.0.0", "Host of the vLLM server.")
+    vllm_server_port: int = server(8000, "Port of the vLLM server.", low=1, high=65535)
+    vllm_server_timeout: float = server(
+        240.0, "Longest wait for a vLLM server to be up, and longest silence of one, in seconds.", above=0
     )
-    vllm_server_weights_dir: str | None = engine(
+    vllm_server_weights_dir: str | None = server(
         None,
         "Folder through which weights reach the servers, at the same path there; None: vllm_weights in output_dir.",
-        resume="may change",
     )
-    vllm_server_fallback: bool = engine(
-        True, "Have the model's own engine draw what no server answers; False: end the run.", resume="may change"
+    vllm_server_fallback: bool = server(
+        True, "Have the model's own engine draw what no server answers; False: end the run."
     )
     async_rollouts: int = engine(
         0,
@@ -527,9 +526,7 @@ class TrainerSettings(RunSettings):
         True, "Score the reference while async reward functions run; False: only once they have answered."
     )
 
-    mask_truncated_completions: bool = loss(
-        False, "Exclude completions that were cut off from the loss.", tokens_only=True
-    )
+    mask_truncated_completions: bool = token_loss(False, "Exclude completions that were cut off from the loss.")
     epsilon: float = loss(
         0.2, "Clip range of the ratio below 1 (and above, unless epsilon_high is set).", above=0, also=("cliprange",)
     )
@@ -539,8 +536,8 @@ class TrainerSettings(RunSettings):
         "KL to the model before the update, in nats, that ends the passes over a rollout: a target per token, or "
         '{"target": 0.02, "unit": "token" or "sequence", "estimator": "k3" or "k1"}; None: never.',
     )
-    top_entropy_quantile: float = loss(
-        1.0, "Share of tokens, by entropy, that the loss keeps in a step; 1: all.", low=0, high=1, tokens_only=True
+    top_entropy_quantile: float = token_loss(
+        1.0, "Share of tokens, by entropy, that the loss keeps in a step; 1: all.", low=0, high=1
     )
     delta: float | None = loss(
         None, "Upper bound of the ratio before clipping (two-sided clipping); None: none.", above=0
@@ -559,6 +556,12 @@ class TrainerSettings(RunSettings):
     entropy_coef_delta: float = entropy(0.005, "Change of the coefficient per optimizer step.", low=0)
     entropy_target: float = entropy(0.2, "Entropy per token, in nats, above which the bonus is off.", low=0)
     use_bias_correction_kl: bool = reference(True, "Multiply the KL to the reference by the ratio.")
+
+
+def again(name: str, default: Any, text: str | None = None) -> Any:
+    """Declares a setting of every trainer again, with another default and, perhaps, another sentence."""
+    known = TrainerSettings.declared[name]
+    return replace(known, default=default, help=known.help if text is None else text)
 
 
 @declare()
@@ -656,12 +659,9 @@ class GRPOSettings(TrainerSettings):
 class RLOOSettings(TrainerSettings):
     """Settings of REINFORCE leave-one-out; names, defaults and meanings are TRL 1.16's."""
 
-    num_generations: int = again(TrainerSettings, "num_generations", 2)
+    num_generations: int = again("num_generations", 2)
     beta: float = again(
-        TrainerSettings,
-        "beta",
-        0.05,
-        "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded.",
+        "beta", 0.05, "Cost of a nat of KL to the reference model in a completion's reward; 0: no reference is loaded."
     )
     normalize_advantages: bool = reward(False, "Scale advantages to mean 0 and deviation 1 over the whole rollout.")
     reward_clip_range: list[float] | None = reward(
@@ -674,25 +674,15 @@ class PPOSettings(TrainerSettings):
     """Settings of proximal policy optimization; names and meanings are those of TRL's where the concept is the same."""
 
     num_generations: int = again(
-        TrainerSettings,
-        "num_generations",
-        1,
-        "Completions sampled per prompt; the critic needs no group to compare with.",
+        "num_generations", 1, "Completions sampled per prompt; the critic needs no group to compare with."
     )
-    num_iterations: int = again(TrainerSettings, "num_iterations", 4)
-    gamma: float = critic(1.0, "Discount per action.", low=0, high=1)
-    gae_lambda: float = critic(
-        0.95,
-        "Lambda of advantage estimation: 0 trusts the critic's next value, 1 rewards alone.",
-        low=0,
-        high=1,
-        also=("lam",),
+    num_iterations: int = again("num_iterations", 4)
+    gamma: float = decay(1.0, "Discount per action.")
+    gae_lambda: float = decay(
+        0.95, "Lambda of advantage estimation: 0 trusts the critic's next value, 1 rewards alone.", also=("lam",)
     )
-    gae_lambda_critic: float | None = critic(
-        None,
-        "Lambda of the returns that the critic learns (VAPO, arXiv:2504.05118: 1.0); None: gae_lambda.",
-        low=0,
-        high=1,
+    gae_lambda_critic: float | None = decay(
+        None, "Lambda of the returns that the critic learns (VAPO, arXiv:2504.05118: 1.0); None: gae_lambda."
     )
     critic_warmup_rollouts: int = critic(
         0, "First rollouts from which only the critic learns (VAPO); needs a critic with weights of its own.", low=0
@@ -711,30 +701,21 @@ class PPOSettings(TrainerSettings):
     kl_coef: float = critic(
         0.05, "Cost of a nat of KL to the reference in an action's reward; `beta` puts it into the loss.", low=0
     )
-    kl_estimator: str = critic(
-        "k1",
-        "Estimator of the KL in an action's reward: 'k1' or 'k3' (Schulman 2020).",
-        choices=("k1", "k3"),
-        tokens_only=True,
+    kl_estimator: str = token_critic(
+        "k1", "Estimator of the KL in an action's reward: 'k1' or 'k3' (Schulman 2020).", choices=("k1", "k3")
     )
     kl_target: float | None = critic(
         None, "KL to the reference per row, in nats, towards which kl_coef and beta adapt; None: they stay.", above=0
     )
     kl_horizon: float = critic(10_000.0, "Rows over which they adapt; fewer adapt faster.", above=0)
-    missing_eos_penalty: float | None = critic(
-        None,
-        "Subtracted from the score of a completion cut off, in units of reward; None: nothing.",
-        low=0,
-        tokens_only=True,
+    missing_eos_penalty: float | None = token_critic(
+        None, "Subtracted from the score of a completion cut off, in units of reward; None: nothing.", low=0
     )
 
 
 ALGORITHMS: dict[str, type[TrainerSettings]] = {"GRPO": GRPOSettings, "RLOO": RLOOSettings, "PPO": PPOSettings}
 """The settings of each algorithm."""
 DECLARED: dict[str, Setting] = {
-    **GRPOSettings.declared,
-    **RLOOSettings.declared,
-    **PPOSettings.declared,
-    **GRPOSettings.declared,
+    name: one for kind in (*ALGORITHMS.values(), ALGORITHMS["GRPO"]) for name, one in kind.declared.items()
 }
 """The settings of all algorithms; GRPO's where defaults differ."""

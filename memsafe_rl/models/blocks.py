@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -30,15 +30,13 @@ def blocks_of(trunk: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(_outermost(trunk)) or max(lists, key=len, default=())
 
 
-@contextmanager
-def recomputed(blocks: Sequence[nn.Module]) -> Iterator[None]:
+def recomputed(blocks: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Drops what each block's forward would save, and runs that forward again in backward.
 
     transformers' own switch looks at ``training`` and does nothing in eval mode, where updates run. Only the forward
     must run inside; a module's hooks stay outside what is repeated. Gradients are bitwise those without it.
     """
-    with replaced([(block, "forward", _checkpointed(block)) for block in blocks]):
-        yield
+    return replaced([(block, "forward", _checkpointed(block)) for block in blocks])
 
 
 def _checkpointed(block: nn.Module) -> Callable[..., Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -48,8 +48,7 @@ def mode_in_force() -> str | None:
     return None if others else MODE.get()
 
 
-@contextmanager
-def compiled_blocks(network: nn.Module, mode: str) -> Iterator[None]:
+def compiled_blocks(network: nn.Module, mode: str) -> AbstractContextManager[None]:
     """Has the repeated blocks of a network run compiled, one form for all that are alike; hooked ones as they are."""
     with compiling(mode):
         allowed = mode_in_force() is not None
@@ -57,8 +56,7 @@ def compiled_blocks(network: nn.Module, mode: str) -> Iterator[None]:
     made = _blocks.setdefault(blocks[0], {}) if blocks else {}
     for kind in {type(block) for block in blocks} - set(made):
         made[kind] = Compiled(kind.forward, kind.__name__, in_one=False)
-    with replaced([(block, "forward", partial(made[type(block)].run, mode, block)) for block in blocks]):
-        yield
+    return replaced([(block, "forward", partial(made[type(block)].run, mode, block)) for block in blocks])
 
 
 class Compiled:

@@ -9,7 +9,7 @@ Axes: ``M`` actions of several rows laid end to end, ``D`` hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -77,10 +77,8 @@ class Critic:
     @contextmanager
     def running(self) -> Iterator[ScoringAdapter]:
         """Gives the network whose hidden states the head reads; what PEFT changes is as before afterwards."""
-        if self.peft_adapter is None:
-            yield self.network
-            return
-        with peft_adapter_on(self.network.model, self.peft_adapter):
+        name = self.peft_adapter
+        with nullcontext() if name is None else peft_adapter_on(self.network.model, name):
             yield self.network
 
     def _trunk_weights(self) -> Mapping[str, Tensor]:

@@ -6,7 +6,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -155,11 +155,9 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def as_reference(model: Any) -> Iterator[None]:
+def as_reference(model: Any) -> AbstractContextManager[None]:
     """Makes a model under PEFT its own reference: by its adapter named "ref", else with adapters off."""
-    with peft_adapter_on(model, REFERENCE_ADAPTER if REFERENCE_ADAPTER in model.peft_config else None):
-        yield
+    return peft_adapter_on(model, REFERENCE_ADAPTER if REFERENCE_ADAPTER in model.peft_config else None)
 
 
 def refuse_trained_bias(configs: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import call
 from typing import Any, TypeVar
@@ -71,10 +71,9 @@ class WholeWeights:
         self.in_rounds = foreseen is not None  # whether micro-batches share nothing, as in the rounds of ranks
         self._foreseen = foreseen or (lambda _: nullcontext())  # context of rounds that a dry run stands for
 
-    @contextmanager
-    def gathered(self, repeat: Repeat, network: nn.Module) -> Iterator[None]:  # noqa: ARG002
+    def gathered(self, repeat: Repeat, network: nn.Module) -> AbstractContextManager[None]:  # noqa: ARG002
         """Changes nothing: the weights are whole."""
-        yield
+        return nullcontext()
 
     def forward_of(self, network: nn.Module) -> Run:  # noqa: ARG002
         """Returns what runs a network's forward: nothing besides."""

@@ -86,17 +86,11 @@ class OwnRewards:
         if _replaces(trainer, ours, "_calculate_rewards"):
             trainer.rewards.calculate = self
 
-    def call_functions(
-        self,
-        inputs: Sequence[Mapping[str, Any]],
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        completion_ids: Sequence[Sequence[int]],
-    ) -> Tensor:
-        """Calls the reward functions themselves, (B, F), and keeps what they logged."""
+    def call_functions(self, inputs: Sequence[Mapping[str, Any]], *rows: Sequence[Any]) -> Tensor:
+        """Calls the reward functions themselves on prompts, completions and ids, (B, F), and keeps what they logged."""
         columns = {name: [row[name] for row in inputs] for name in inputs[0] if name not in _GIVEN}
-        values = prompts, completions, completion_ids, columns, self._trainer.state, self._attempt
-        self._scores = self._trainer.rewards.call_each(*values).result()
+        state, attempt = self._trainer.state, self._attempt
+        self._scores = self._trainer.rewards.call_each(*rows, columns, state, attempt).result()
         return self._scores.rewards_BF
 
     def __call__(

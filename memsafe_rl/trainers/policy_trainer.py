@@ -46,19 +46,14 @@ from memsafe_rl.training.optim.optimizer import build_optimizer, build_scheduler
 from memsafe_rl.training.setup import TrainingSetup
 
 
-def _read(path: str, doc: str) -> Any:
-    """Makes an attribute that is read from one of the trainer's parts, however the part is replaced."""
-    return property(attrgetter(path), doc=doc)
+def _read(path: str, doc: str, change: Callable[[Any, Any], None] | None = None) -> Any:
+    """Makes an attribute that is read from a part of the trainer's, however that is replaced, and may have a setter."""
+    return property(attrgetter(path), change, doc=doc)
 
 
 def _read_played(name: str, without: Any, doc: str) -> Any:
     """Makes an attribute that is read from where episodes are played, with its value where none are."""
     return property(lambda trainer: getattr(trainer.setup.environments, name, without), doc=doc)
-
-
-def _settable(get: Callable[[Any], Any], change: Callable[[Any, Any], None], doc: str) -> Any:
-    """Makes an attribute whose new value is given to the parts that use it."""
-    return property(get, change, doc=doc)
 
 
 def _moving(place: int, name: str, doc: str) -> Any:
@@ -69,13 +64,9 @@ def _moving(place: int, name: str, doc: str) -> Any:
         given[place] = value
         trainer._loop.optimizers = given_optimizers(given)
 
-    return _settable(
-        lambda trainer: trainer._loop.optimizers[place] or getattr(trainer.setup.committer, name, None), change, doc
+    return property(
+        lambda trainer: trainer._loop.optimizers[place] or getattr(trainer.setup.committer, name, None), change, doc=doc
     )
-
-
-def _set_reward_weights(trainer: PolicyTrainer, weights: Any) -> None:
-    trainer.rewards.weights = weights_for(len(trainer.rewards.weights), weights)
 
 
 def _set_train_dataset(trainer: PolicyTrainer, dataset: Any) -> None:
@@ -391,18 +382,19 @@ class PolicyTrainer:
         """The names of the reward functions, distinct."""
         return list(self.rewards.names)
 
-    reward_weights: torch.Tensor = _settable(
-        lambda trainer: torch.tensor(trainer.rewards.weights),
-        _set_reward_weights,
-        "The weights of the reward functions, (F,) float32; others that are set hold from the next rollout on.",
-    )
-    train_dataset: Any = _settable(
-        attrgetter("setup.dataset"), _set_train_dataset, "The prompts; others may be set between two calls of `train`."
-    )
-    eval_dataset: Any = _settable(
-        attrgetter("_eval_dataset"), _set_eval_dataset, "The evaluation prompts, as they were passed or set."
-    )
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weights of the reward functions, (F,) float32; others that are set hold from the next rollout on."""
+        return torch.tensor(self.rewards.weights)
 
+    @reward_weights.setter
+    def reward_weights(self, weights: Any) -> None:
+        self.rewards.weights = weights_for(len(self.rewards.weights), weights)
+
+    train_dataset: Any = _read(
+        "setup.dataset", "The prompts; others may be set between two calls of `train`.", _set_train_dataset
+    )
+    eval_dataset: Any = _read("_eval_dataset", "The evaluation prompts, as they were passed or set.", _set_eval_dataset)
     optimizer: Any = _moving(0, "optimizer", "The optimizer that was passed or set, or the one that `train` made.")
     lr_scheduler: Any = _moving(
         1, "scheduler", "The learning-rate schedule that was passed or set, or the one that `train` made."

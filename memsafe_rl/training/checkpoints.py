@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.store import (
@@ -78,6 +79,7 @@ class Checkpoints:
         self._collector = collector
         self._hooks = hooks
         self._copies = HostCopies()
+        self.repeat = setup.recovery.repeat  # runs a stage until it fits
 
     def write(self, content: CheckpointContent, mark: RunMark, best: str | None) -> None:
         """Writes a checkpoint, and deletes those of this run that are older than it should keep."""
@@ -89,9 +91,16 @@ class Checkpoints:
         """Returns what makes the host memory into which the tensors of each checkpoint will be copied."""
         return self._copies.prepared(self._saved())
 
-    def saved_bytes(self) -> int:
-        """Returns the bytes of the tensors that a checkpoint holds, the rollout left out."""
-        return sum(map(bytes_of, self._saved()))
+    @property
+    def writes_beside(self) -> bool:
+        """Whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
+        setup = self._setup
+        if self._hooks.save_model is not None or setup.shards.divided:  # a user's own finds the model, not a copy of it
+            return False
+        if setup.config.save_in_background is not None:
+            return setup.config.save_in_background
+        on_gpu = setup.adapter.device.type == "cuda"
+        return bool(on_gpu and psutil.virtual_memory().available > 2 * sum(map(bytes_of, self._saved())))
 
     def _saved(self) -> Saved:
         """Returns the weights of the model and of the critic, and the tensors beside them; None for weights alone."""
@@ -100,13 +109,12 @@ class Checkpoints:
 
     def saved(self) -> Saved:
         """Returns the tensors of a checkpoint; divided ones come whole to the main rank, with all ranks' help."""
-        repeat = self._setup.recovery.repeat
-        return self._setup.shards.on_main(repeat(Stage.CHECKPOINT, self._saved), repeat)
+        return self._setup.shards.on_main(self.repeat(Stage.CHECKPOINT, self._saved), self.repeat)
 
     def writer(self) -> Callable[[Path], None]:
         """Returns what writes the weights as they are now; all ranks take part in it where weights are divided."""
-        weights, repeat = (saved_weights(self._setup.model), self._critics()), self._setup.recovery.repeat
-        model, critic = self._setup.shards.on_main(weights, repeat)
+        weights = saved_weights(self._setup.model), self._critics()
+        model, critic = self._setup.shards.on_main(weights, self.repeat)
         return partial(self.write_weights, model=model, critic=critic)
 
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
@@ -171,11 +179,6 @@ class Checkpoints:
         randoms, rank = loop.get("rank_randoms") or [loop["random"]], setup.parallel.rank
         if rank < len(randoms):  # further ranks keep the state that they were built with
             restore_random_state(randoms[rank])
-
-    @property
-    def writes_weights_itself(self) -> bool:
-        """Whether copies of the weights may be written, rather than the model as a user's `save_model` finds it."""
-        return self._hooks.save_model is None
 
     def write_weights(self, folder: Path, model: Weights | None = None, critic: Weights | None = None) -> None:
         """Writes the trained weights, or copies of them, in the form users load."""

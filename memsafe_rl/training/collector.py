@@ -35,7 +35,6 @@ from memsafe_rl.training.algorithms.advantages import advantages_by_objective, r
 from memsafe_rl.training.episodes import Episodes
 from memsafe_rl.training.samples import (
     Groups,
-    PendingRewards,
     Rollout,
     Samples,
     build_trajectory,
@@ -61,7 +60,7 @@ class Drawn:
     """Completions of a rollout, whose rewards may still be under way."""
 
     samples: Samples  # prompts and completions, over all ranks
-    pending: PendingRewards | None  # this rank's rewards; None once they are among the samples
+    pending: PendingScores | None  # this rank's rewards; None once they are among the samples
     consumed: int  # prompts taken from the source
     waiting: tuple[OpenGroup, ...] = ()  # groups that the next rollout resumes
     metrics: Mapping[str, float] = field(default_factory=dict)  # what is logged of how they were drawn
@@ -122,7 +121,7 @@ class Collector:
             return scorer.score_stale(trajectory, samples)
         except BaseException:
             if drawn.pending is not None:
-                drawn.pending.scores.cancel()
+                drawn.pending.cancel()
             raise
 
     def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
@@ -150,7 +149,7 @@ class Collector:
         """Draws and rewards completions for evaluation; gives metrics, and a rollout where its loss needs no critic."""
         prompts = self._repeat(self._reads, examples, phase=Phase.EVALUATE)
         groups = Groups(prompts, self._config.eval_generations, self._config.seed, EVALUATION_ROLLOUT)
-        samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE))
+        samples = self._rewarded(*self._draw(groups, state, phase=Phase.EVALUATE), phase=Phase.EVALUATE)
         metrics = self._repeat(self._evaluation_metrics, samples, phase=Phase.EVALUATE)
         if not self.evaluates_loss:
             return metrics, None
@@ -237,7 +236,7 @@ class Collector:
 
     def _draw(
         self, groups: Groups, state: RunState, *, phase: Phase = Phase.ROLLOUT, batch: EpisodeBatch | None = None
-    ) -> tuple[Samples, PendingRewards]:
+    ) -> tuple[Samples, PendingScores]:
         """Draws this rank's rows, begins their rewards, and joins all ranks' rows."""
         setup, mine = self._setup, self._setup.parallel.share(groups.rows)
         with setup.memory.phase(phase):
@@ -252,15 +251,14 @@ class Collector:
 
     def _with_rewards_begun(
         self, groups: Groups, mine: range, given: ExternalRollout, phase: Phase, state: RunState
-    ) -> tuple[Samples, PendingRewards]:
+    ) -> tuple[Samples, PendingScores]:
         """Begins the rewards of this rank's rows, and joins all ranks' rows."""
         setup, gather = self._setup, self._setup.parallel.gather
         said = given.texts
         if said is None:
             said = setup.models.decoded(groups.prompts, given.conditions, given.completions)
         shown = given.prompts and list(map(hollow, given.prompts))
-        answering = Phase.REWARD if phase is Phase.ROLLOUT else phase
-        with setup.memory.phase(answering):
+        with setup.memory.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
             pending = self._begin_rewards(groups, mine, given, said, state)
         nothing, sampler = [None] * len(mine), [given.external] * len(mine)
         columns = given.conditions, given.completions, said, sampler
@@ -285,7 +283,7 @@ class Collector:
         except BaseException:
             pending.cancel()
             raise
-        return samples, PendingRewards(pending, answering)
+        return samples, pending
 
     def _drawn_by_user(self, draw_rollout: DrawRollout, groups: Groups, mine: range) -> ExternalRollout:
         """Has the user's function draw this rank's rows, and checks what it returns."""
@@ -396,11 +394,11 @@ class Collector:
             attempt=by_reward_rows(self.scorer.attempt(Stage.REWARD_PASS, self.work(prompts, size), nullcontext)),
         )
 
-    def _rewarded(self, samples: Samples, pending: PendingRewards) -> Samples:
+    def _rewarded(self, samples: Samples, pending: PendingScores, phase: Phase = Phase.REWARD) -> Samples:
         """Waits for the rewards of this rank's rows, and joins all ranks'."""
         setup = self._setup
-        with setup.memory.phase(pending.phase, compared=False):
-            scores = pending.scores.result()
+        with setup.memory.phase(phase, compared=False):
+            scores = pending.result()
             everywhere = setup.parallel.gather([scores])
             setup.on_rewards(over_ranks(scores, everywhere))
             rewards = [row for one in everywhere for row in one.rewards_BF.tolist()]

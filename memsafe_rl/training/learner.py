@@ -81,7 +81,6 @@ class StepResult:
 
     rollout: Rollout  # the rollout, where the plan has put it, with the old log-probs that this step gave
     metrics: dict[str, float]  # the step's, over all ranks
-    micro_batches: int  # how many were run
     sample: WeightSample | None  # half-precision weights before the step, to see if it moves them; None: not watched
 
 
@@ -124,7 +123,7 @@ class Learner:
             sample = self._sample_weights(state)
             if self._config.num_iterations > 1 and state.cursor.epoch == 0:
                 rollout = self._with_old_logprobs(rollout, gradient)
-        return StepResult(rollout, metrics, gradient.micro_batches, sample)
+        return StepResult(rollout, metrics | {"plan/micro_batches": float(gradient.micro_batches)}, sample)
 
     def _refuse_frozen(self) -> None:
         """Refuses weights that were frozen or unfrozen since the ranks agreed on which they add up."""
@@ -270,7 +269,7 @@ class Learner:
             return placed, found
 
         work = replace(self.work(rollout.trajectory, rows), gradients_aside=gradients_aside)
-        around = partial(setup.under, context=nullcontext())
+        around = partial(setup.under, enter=nullcontext)
         leave = partial(setup.shards.leave_round, self._repeat)
         attempts = setup.recovery.attempts(Stage.ACCUMULATE, setup.memory.update_plan, work, around, leave)
         setup.model.train(not self._config.disable_dropout)
@@ -318,9 +317,8 @@ class Learner:
     def _sample_weights(self, state: RunState) -> WeightSample | None:
         """Copies some half-precision weights when it is time to check that a step moves them."""
         committer, last = self._setup.committed, state.progress.max_steps
-        if not is_due(state.step, committer.warmup_steps, last) or not self._settings.watches_updates:
-            return None
-        if committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
+        due = self._settings.watches_updates and is_due(state.step, committer.warmup_steps, last)
+        if not due or committer.learning_rate == 0 or not rounds_to_nearest(committer.optimizer):
             return None
         return self._repeat(Stage.MEASURE, sample_weights, committer.stepped)
 
@@ -344,11 +342,8 @@ def make_committer(
     if optimizer is not None:
         refusal.when(setup.shards.divided, "optimizers/divided", kind=type(optimizer).__name__)
         check_holds(optimizer, {"model": setup.model, **setup.beside})
-        if (
-            config.master_weights is None
-            and rounds_to_nearest(optimizer)
-            and half_weights_of(setup.trained, None, None)
-        ):
+        rounds = config.master_weights is None and rounds_to_nearest(optimizer)
+        if rounds and half_weights_of(setup.trained, None, None):
             logger.warning(
                 "the %s in optimizers holds weights in half precision, which rounds small updates away, and keeps no "
                 "float32 copies: load the model in float32, or name an optimizer by optim for master_weights.",

@@ -187,7 +187,7 @@ class TrainingLoop:
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
             state.rollout = result.rollout
-            metrics = self.report.complete(state, result.metrics, result.micro_batches, self._learning_rate)
+            metrics = self.report.complete(state, result.metrics, self._learning_rate)
             metrics["step_time"] = time.perf_counter() - self._step_started
             self._advance(metrics)
             state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()
@@ -379,7 +379,7 @@ class TrainingLoop:
             logger.warning("%s; the run ends here", told)
         self._before_training(self)
         empty_caches()  # of what loading and checks left there: a budget holds reserved bytes, and forecasts begin so
-        self.files.prepare(setup, self.checkpoints, max_steps)
+        self.files.prepare(self.checkpoints, max_steps)
         self.report.call_event("on_train_begin", self.state)
         if is_over:
             self.report.control.should_training_stop = True
@@ -402,9 +402,8 @@ class TrainingLoop:
 
     def _go_to_start(self) -> None:
         """Discards the progress of an earlier call of `train`; the weights stay as they are."""
-        degradations = self.state.degradations  # the settings stay changed
-        self.state = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
-        self.state.degradations = degradations
+        start = RunState.at_start(self.config, is_main=self.setup.parallel.is_main)
+        self.state = replace(start, degradations=self.state.degradations)  # the settings stay changed
         self.setup.advantages.reset()
         self.report.reset()
 
@@ -428,7 +427,7 @@ class TrainingLoop:
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.checkpoints.saved()
             if self.setup.parallel.is_main:
-                self.files.save(self.setup, self.checkpoints, state, saved, wait=wait, best_before=before)
+                self.files.save(self.checkpoints, state, saved, wait=wait, best_before=before)
             else:
                 self.report.saved(state.progress)
             self.setup.parallel.wait()
@@ -476,10 +475,8 @@ class TrainingLoop:
 
     def _used_up(self) -> bool:
         """Whether the epochs asked for are over although fewer steps were done (after KL stops)."""
-        per_epoch = self.setup.source.prompts_per_epoch
-        if self.config.max_steps > 0 or per_epoch is None:
-            return False
-        return self.state.cursor.position >= self.config.num_train_epochs * per_epoch
+        per_epoch = None if self.config.max_steps > 0 else self.setup.source.prompts_per_epoch
+        return per_epoch is not None and self.state.cursor.position >= self.config.num_train_epochs * per_epoch
 
     def _trajectory_tensors(self) -> list[torch.Tensor]:
         rollout, kept = self.state.rollout, self.setup.models.reader.tensors()

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 from transformers import TrainerState
 
 from memsafe_rl.checkpoint.export import fill_card
@@ -33,7 +32,7 @@ from memsafe_rl.records import RUN_FILE, records_until, still_ours
 from memsafe_rl.training import refusal
 from memsafe_rl.training.checkpoints import Checkpoints, Saved
 from memsafe_rl.training.metrics.run_log import RunLog
-from memsafe_rl.training.setup import RunState, TrainingSetup
+from memsafe_rl.training.setup import RunState
 
 logger = logging.getLogger(__name__)
 
@@ -116,28 +115,21 @@ class RunFiles:
                 step,
             )
 
-    def prepare(self, setup: TrainingSetup, checkpoints: Checkpoints, planned_steps: int) -> None:
+    def prepare(self, checkpoints: Checkpoints, planned_steps: int) -> None:
         """Has memory made for copies, behind the first steps, where a checkpoint will be written beside training."""
         config = self._config
         due = config.save_strategy == "epoch" or (config.save_strategy == "steps" and config.save_steps < planned_steps)
-        if due and self.folder is not None and _writes_beside(setup, checkpoints):
+        if due and self.folder is not None and checkpoints.writes_beside:
             self._prepared = self._writer.submit(checkpoints.prepared_copies())
 
     def save(
-        self,
-        setup: TrainingSetup,
-        checkpoints: Checkpoints,
-        state: RunState,
-        saved: Saved,
-        *,
-        wait: bool,
-        best_before: str | None,
+        self, checkpoints: Checkpoints, state: RunState, saved: Saved, *, wait: bool, best_before: str | None
     ) -> None:
         """Writes a checkpoint, after its steps' records and never two at a time; with `wait` before it returns."""
-        progress, beside = copy.copy(state.progress), not wait and _writes_beside(setup, checkpoints)
+        progress, beside = copy.copy(state.progress), not wait and checkpoints.writes_beside
         give_up = partial(setattr, state.progress, "best_model_checkpoint", best_before)
         try:
-            written = self._write(setup, checkpoints, state, saved, beside=beside)
+            written = self._write(checkpoints, state, saved, beside=beside)
         except SaveError as error:
             give_up()
             self._complain(error)
@@ -146,10 +138,8 @@ class RunFiles:
         if not beside:
             self.finish()
 
-    def _write(
-        self, setup: TrainingSetup, checkpoints: Checkpoints, state: RunState, saved: Saved, *, beside: bool
-    ) -> Future[None]:
-        folder, repeat = checkpoint_folder(Path(self._config.output_dir), state.step), setup.recovery.repeat
+    def _write(self, checkpoints: Checkpoints, state: RunState, saved: Saved, *, beside: bool) -> Future[None]:
+        folder, repeat = checkpoint_folder(Path(self._config.output_dir), state.step), checkpoints.repeat
         self.ensure_ours(folder)
         if not self._report.write(state, durable=True):
             raise SaveError(f"{folder} was not saved: the logs beside it cannot be written. Free space there.")
@@ -274,17 +264,6 @@ def resume_command(config: TrainerConfig) -> str:
     if config.resume_from_checkpoint in ("auto", "true"):
         return shlex.join([Path(sys.executable).name, *sys.argv])
     return "trainer.train(resume_from_checkpoint=True)"
-
-
-def _writes_beside(setup: TrainingSetup, checkpoints: Checkpoints) -> bool:
-    """Returns whether training goes on while a checkpoint is written, from a copy for which the host needs room."""
-    if not checkpoints.writes_weights_itself or setup.shards.divided:
-        return False
-    chosen = setup.config.save_in_background
-    if chosen is not None:
-        return chosen
-    on_gpu = setup.adapter.device.type == "cuda"
-    return bool(on_gpu and psutil.virtual_memory().available > 2 * checkpoints.saved_bytes())
 
 
 def _behind_training() -> None:

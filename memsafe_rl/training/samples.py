@@ -16,11 +16,10 @@ from memsafe_rl.data.partial_rollouts import Gathered, OpenGroup
 from memsafe_rl.data.prompts import Prompts
 from memsafe_rl.memory.runtime.host_memory import to_device, to_host
 from memsafe_rl.prefix_tree import sort_by_tokens
-from memsafe_rl.rewards.runner import PendingScores
 from memsafe_rl.rollout.multi_turn.episode import Segment as Piece
 from memsafe_rl.training import refusal
 from memsafe_rl.training.algorithms.advantages import objective_advantages
-from memsafe_rl.types import AdvantageResult, Completion, Component, Phase, Ragged, SequenceKey, Trajectory
+from memsafe_rl.types import AdvantageResult, Completion, Component, Ragged, SequenceKey, Trajectory
 
 
 @dataclass(frozen=True)
@@ -109,14 +108,6 @@ class Samples:
 
 _OF_ROWS = ("conditions", "completions", "masks", "texts", "extras", "pieces", "asked", "counts")
 """Fields of `Samples` that have an entry for each completion."""
-
-
-@dataclass(frozen=True)
-class PendingRewards:
-    """Rewards of one rank's rows, which may still be under way."""
-
-    scores: PendingScores  # the reward functions' calls
-    phase: Phase  # to which the wait belongs
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -38,11 +39,8 @@ class Scorer:
         self, stage: Stage, work: RolloutWork | UpdateWork, context: Context | None = None
     ) -> Attempt[RolloutPlan]:
         """Runs units of this work under the rollout plan in force, each in a context of its own, else in autocast."""
-        setup, enter = self._setup, context or self._setup.autocast
-
-        def around(plan: RolloutPlan) -> AbstractContextManager[object]:
-            return setup.under(plan, enter())
-
+        setup = self._setup
+        around = partial(setup.under, enter=context or setup.autocast)
         return setup.recovery.attempts(stage, setup.memory.rollout_plan, work, around)
 
     def local_rows(self, trajectory: Trajectory, rows: Sequence[int]) -> list[int]:

@@ -27,6 +27,7 @@ from memsafe_rl.memory.runtime.recovery import RandomState, Recovery
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.micro_batches import Cursor
+from memsafe_rl.models.adapter import Context
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.parallel.one_process import WHOLE, OneProcess
 from memsafe_rl.parallel.replicas import Parallel
@@ -245,11 +246,8 @@ class TrainingSetup:
     @property
     def readers(self) -> dict[str, ModelGeometry]:
         """Sizes of the networks that read whole rows, by what they are called."""
-        sizes = {"model": self.adapter.geometry}
-        for critic in self.advantages.critics:
-            if critic.own_geometry is not None:
-                sizes["critic"] = critic.own_geometry
-        return sizes
+        own = (one.own_geometry for one in self.advantages.critics if one.own_geometry is not None)
+        return dict(zip(["model", "critic"], [self.adapter.geometry, *own], strict=False))
 
     def drawing_as_told(self) -> TrainingSetup:
         """Returns a setup that draws as the configuration says now."""
@@ -293,13 +291,13 @@ class TrainingSetup:
         return self.shards.gathered(self.recovery.repeat, network or self.model)
 
     @contextmanager
-    def under(self, plan: RolloutPlan | UpdatePlan, context: AbstractContextManager[object]) -> Iterator[None]:
+    def under(self, plan: RolloutPlan | UpdatePlan, enter: Context) -> Iterator[None]:
         """A unit of work's context: state and frozen weights lie where its plan wants them, none that only passed."""
         if plan.park_optimizer and self.committer is not None:
             self.committer.park()
         try:
             self.adapter.host_weights.place(plan.resident_blocks, self.adapter.device)
-            with context:
+            with enter():
                 yield
         finally:
             self.adapter.host_weights.release()
@@ -307,10 +305,9 @@ class TrainingSetup:
     @contextmanager
     def row_by_row(self) -> Iterator[None]:
         """The context of a forward whose numbers for a row must not depend, to the bit, on how rows are cut."""
-        with self.autocast():
-            exact = getattr(self.adapter, "numerics", None)
-            with nullcontext() if exact is None else exact(invariant=True):
-                yield
+        exact = getattr(self.adapter, "numerics", None)
+        with self.autocast(), nullcontext() if exact is None else exact(invariant=True):
+            yield
 
     def autocast(self) -> torch.autocast:
         """Returns the context of a forward pass; left after each, so that its weight cache never outlives one."""

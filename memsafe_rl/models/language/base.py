@@ -127,15 +127,12 @@ class LanguageAdapter(ModelAdapter, ABC):
     def _hidden_states(self, trajectory: Trajectory, rows: Sequence[int], *, packed: bool) -> Tensor:
         """Returns the hidden states (M, D) from which the actions of rows are predicted, in the adapter's numerics."""
 
-    @contextmanager
-    def numerics(self, *, invariant: bool = False) -> Iterator[None]:
+    def numerics(self, *, invariant: bool = False) -> AbstractContextManager[None]:
         """Computes what is run inside as this adapter is told to: rows as if alone, to the bit, or in any order."""
         if not (self.batch_invariant or invariant):
-            yield
-            return
+            return nullcontext()
         # an attention of a network's own would be handed masks of another one, and read padding
-        with batch_invariant(self._all_configs if self.joins else ()):
-            yield
+        return batch_invariant(self._all_configs if self.joins else ())
 
     @torch.no_grad()
     @in_its_numerics
@@ -309,12 +306,10 @@ class LanguageAdapter(ModelAdapter, ABC):
     @contextmanager
     def reference(self) -> Iterator[ModelAdapter]:
         """Gives the frozen copy, else the PEFT adapter "ref", else the base, and takes back what PEFT changed."""
-        if self.reference_adapter is not None:
-            yield self.reference_adapter
-            return
-        refusal.when(not isinstance(self.model, PeftModel), "beta/reference", kind=type(self.model).__name__)
-        with as_reference(self.model):
-            yield self
+        model, copied = self.model, self.reference_adapter
+        refusal.when(not (copied or isinstance(model, PeftModel)), "beta/reference", kind=type(model).__name__)
+        with nullcontext() if copied else as_reference(model):
+            yield copied or self
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes each block's activations in the backward pass of what is run inside, in any mode."""

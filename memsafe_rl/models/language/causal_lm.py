@@ -260,8 +260,7 @@ class CausalLMAdapter(LanguageAdapter):
         """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
         rows, width = ids_BL.shape
         windows = self.geometry.windows
-        masks = any(window is not None and window < width for window in windows)
-        masks = masks or any(config._attn_implementation == "eager" for config in self._attention_configs)
+        masks = self.attends_eagerly or any(window is not None and window < width for window in windows)
         alone = masks and self.packs_prompts and not self.lm.training
         if not alone and not any(images):
             return nullcontext()

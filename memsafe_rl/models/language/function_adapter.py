@@ -6,7 +6,7 @@ Axes: ``B`` rows, ``L`` tokens of a row, ``M`` completion tokens laid end to end
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -104,11 +104,8 @@ class FunctionAdapter(ModelAdapter):
     @contextmanager
     def reference(self) -> Iterator[FunctionAdapter]:
         """Gives the frozen copy, else this network with PEFT switched off."""
-        if self._reference is not None:
-            yield self._reference
-            return
-        with as_reference(self.model):
-            yield self
+        with as_reference(self.model) if self._reference is None else nullcontext():
+            yield self._reference or self
 
     def recompute(self, enabled: bool) -> AbstractContextManager[None]:
         """Recomputes the hidden states in the backward pass of what is run inside."""

@@ -181,18 +181,16 @@ def pack_rows(
     starts = accumulate((node.end - node.start for node in nodes), initial=0)
     firsts = {id(node): start for node, start in zip(nodes, starts, strict=False)}
     behind: dict[int, tuple[slice, ...]] = {id(root): () for root in roots}
-    shared = _behind_trunks(nodes, trunks)
+    shared, segments = _behind_trunks(nodes, trunks), list[Segment]()
     for node in nodes:
-        first, length = firsts[id(node)], node.end - node.start
-        own = slice(first, first + length)
-        behind |= {id(child): (*behind[id(node)], own) for child in node.children}
+        segments.append(segment := Segment(firsts[id(node)], node.end - node.start, behind[id(node)]))
+        behind |= {id(child): (*segment.behind, segment.own) for child in node.children}
         tails = tuple(Tail(other.start - node.end, other.end - other.start) for other in node.walk())[1:]
         if any(tail.tokens for tail in tails):
-            shared.append(Shared(own, firsts[id(node.children[0])], tails))
-    segments = tuple(Segment(firsts[id(node)], node.end - node.start, behind[id(node)]) for node in nodes)
+            shared.append(Shared(segment.own, firsts[id(node.children[0])], tails))
     leaves = {node.row: segment for node, segment in zip(nodes, segments, strict=True) if not node.children}
     predicting = [_predicting(trajectory, row, leaves[row], held) for row in rows]
-    layout = Layout(_runs(segments, device), tuple(shared), tuple(windows), segments)
+    layout = Layout(_runs(segments, device), tuple(shared), tuple(windows), tuple(segments))
     spans = [span for node, segment in zip(nodes, segments, strict=True) for span in _within(node, segment, images)]
     return _packed(trajectory, nodes, torch.cat(predicting), _two_way(layout, spans, device), device)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from memsafe_rl.accounting import claim
 from memsafe_rl.models import refusal
-from memsafe_rl.models.adapter import Adapter, DecodeState, register_adapter
+from memsafe_rl.models.adapter import Adapter, Context, DecodeState, register_adapter
 from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, biases_left_out, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
@@ -53,7 +53,6 @@ class _Read:
 
     trajectory: Trajectory  # the store
     prompts: tuple[int, ...]  # indices of the prompts
-    lengths: tuple[int, ...]  # their tokens
     hidden_PLD: Tensor  # (P, L, D), padded on the right
     reader: str | None  # the PEFT adapter that was active; None for none
 
@@ -70,11 +69,8 @@ class Seq2SeqAdapter(LanguageAdapter):
         lm = language_model_of(model)
         refusal.when(not is_encoder_decoder(lm), "adapter/causal_lm", kind=type(lm).__name__)
         windows = layer_windows(decoder_config(lm))
-        heads = (
-            lm.get_output_embeddings(),
-            lm.get_decoder().get_output_embeddings(),
-        )  # a decoder with its own gives logits
-        if windows is None or heads[0] is None or heads[1] is not None:
+        head, own = lm.get_output_embeddings(), lm.get_decoder().get_output_embeddings()
+        if windows is None or head is None or own is not None:  # a decoder with its own gives logits
             raise refusal("seq2seq/head", kind=type(lm).__name__)
         super().__init__(
             model, lm, pad_token_id=pad_token_id, routes=(Route.MASKED,), joins=True, reference_model=reference_model
@@ -152,9 +148,7 @@ class Seq2SeqAdapter(LanguageAdapter):
                 adapter.takes_sources = True
 
     @contextmanager
-    def read_together(
-        self, trajectory: Trajectory, rows: Sequence[int], forward: Callable[[], AbstractContextManager[object]]
-    ) -> Iterator[None]:
+    def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
         """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave."""
         if self.path.route is Route.WHOLE:
             yield
@@ -192,13 +186,12 @@ class Seq2SeqAdapter(LanguageAdapter):
     def _read_prompts(self, trajectory: Trajectory, rows: Sequence[int]) -> _Read:
         """Has the encoder read the unique prompts of some rows, unless what it gave is in the store."""
         unique = tuple(dict.fromkeys(trajectory.condition_of_row[row] for row in rows))
-        lengths = tuple(trajectory.conditions.lengths[prompt] for prompt in unique)
         if trajectory.sources is not None and self.takes_sources:
             hidden_PLD = trajectory.sources.pad(unique, 0, self.device)
         else:
             prompts = trajectory.conditions.rows()
             hidden_PLD, _ = self._encoded([prompts[prompt] for prompt in unique])
-        return _Read(trajectory, unique, lengths, hidden_PLD, self._reader)
+        return _Read(trajectory, unique, hidden_PLD, self._reader)
 
     def _decoded(self, trajectory: Trajectory, rows: Sequence[int]) -> Tensor:
         """Returns the decoder's hidden states (B, N, D) of stored rows, its start token's first."""
@@ -206,7 +199,7 @@ class Seq2SeqAdapter(LanguageAdapter):
         if read is None or read.trajectory is not trajectory or read.reader != self._reader:
             read = self._read_prompts(trajectory, rows)
         order = [read.prompts.index(trajectory.condition_of_row[row]) for row in rows]
-        lengths, hidden_BLD = [read.lengths[place] for place in order], read.hidden_PLD
+        lengths, hidden_BLD = trajectory.condition_lengths(rows), read.hidden_PLD
         if order != list(range(len(read.prompts))):
             hidden_BLD = hidden_BLD[:, : max(lengths)].index_select(0, torch.tensor(order, device=hidden_BLD.device))
         ids_BN = pad_sequence(self._decoder_rows(trajectory, rows), True, self.pad_token_id).to(self.device)
@@ -277,21 +270,18 @@ def start_token_of(lm: Any) -> int:
     raise refusal("decoder_start_token_id/missing", kind=type(lm).__name__)
 
 
-@contextmanager
-def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> Iterator[None]:
+def _own_positions(decoder: Any, positions_BN: Tensor, span: range) -> AbstractContextManager[None]:
     """Has a table of positions give each row its own; such a decoder takes one for all, from its cache's length."""
     table = getattr(decoder, "embed_positions", None)
     if table is None:
-        yield
-        return
+        return nullcontext()
     forward = table.forward
 
     def own(first: Any = None, *_args: Any, **_kwargs: Any) -> Tensor:
         rows_WD = _positions_in(table, forward, first, span, positions_BN.device)
         return rows_WD.reshape(-1, rows_WD.shape[-1])[positions_BN - span.start]
 
-    with replaced([(table, "forward", own)]):
-        yield
+    return replaced([(table, "forward", own)])
 
 
 def _positions_in(table: Any, forward: Any, first: Any, span: range, device: torch.device) -> Tensor:

@@ -143,15 +143,14 @@ class CriticAdvantages:
                 "kl_coef": (config.kl_coef or config.beta) * self.kl_scale,
             }
         lengths = trajectory.actions.lengths
-        judged = replace(
+        return _credited(
             trajectory,
+            metrics,
             # for the log, where a row has one advantage: (B,) float32
             advantages=(advantages_BT.sum(1) / mask_BT.sum(1).clamp(min=1)).float(),
             action_advantages=_unpadded(advantages_BT, lengths),
             returns=_unpadded(returns_BT, lengths),
         )
-        claim(Component.TRAJECTORY, judged.tensors())
-        return judged, metrics
 
     def placeholder(self, trajectory: Trajectory, numbers: Ragged | None) -> Trajectory:
         """Lays made-up numbers where values, returns and advantages of actions go."""
@@ -250,6 +249,13 @@ class ScoringNeeds:
     likeliest: int | None = None  # of a token's likeliest rivals, those that the reference scores beside it
     turns: bool = False  # whether a row's turns are kept until then
     with_kl: bool = False  # whether the KL to the reference comes with the log-probs, in closed form
+
+
+def _credited(trajectory: Trajectory, metrics: dict[str, float], **found: Any) -> Assigned:
+    """Lays what was found into a rollout, whose bytes are counted then."""
+    credited = replace(trajectory, **found)
+    claim(Component.TRAJECTORY, credited.tensors())
+    return credited, metrics
 
 
 def compared(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Assigned:  # noqa: ARG001
@@ -368,8 +374,7 @@ def _less_the_others(config: RLOOConfig, trajectory: Trajectory, rewards_B: Tens
     if config.normalize_advantages:
         advantages_PG = normalised_in_batch(advantages_PG)
     advantages_B = advantages_PG.reshape(-1).nan_to_num(nan=0.0).float()
-    claim(Component.TRAJECTORY, [advantages_B])
-    return replace(trajectory, advantages=advantages_B), metrics
+    return _credited(trajectory, metrics, advantages=advantages_B)
 
 
 def distilled_advantages(config: GRPOConfig) -> GroupAdvantages:
@@ -395,9 +400,8 @@ def _taught(config: GRPOConfig, trajectory: Trajectory, rewards_B: Tensor, group
     by_token = trajectory.advantages.repeat_interleave(torch.tensor(lengths)).to(gaps.dtype)
     by_token -= config.distillation_coef * paid
     advantages = Ragged(by_token.masked_fill(~mask, 0.0), lengths)
-    distilled = replace(trajectory, action_advantages=advantages, expected_gaps=None)
-    claim(Component.TRAJECTORY, distilled.tensors())
-    return distilled, {"distillation/kl": float(gaps.sum()) / max(1, int(mask.sum()))}
+    metrics = {"distillation/kl": float(gaps.sum()) / max(1, int(mask.sum()))}
+    return _credited(trajectory, metrics, action_advantages=advantages, expected_gaps=None)
 
 
 def token_baseline_advantages() -> GroupAdvantages:
@@ -417,9 +421,7 @@ def _by_place(trajectory: Trajectory, rewards_B: Tensor, group_size: int) -> Ass
         rewards_G, mask_GT = rewards_B[first : first + group_size].double(), trajectory.loss_mask.pad(rows, 0)
         found_GT = optimal_token_advantages(rewards_G, norms_GT, mask_GT)
         parts += [found_GT[place, : lengths[row]].float() for place, row in enumerate(rows)]
-    compared = replace(trajectory, action_advantages=Ragged.from_rows(parts), sharper_logprobs=None)
-    claim(Component.TRAJECTORY, compared.tensors())
-    return compared, {}
+    return _credited(trajectory, {}, action_advantages=Ragged.from_rows(parts), sharper_logprobs=None)
 
 
 def turn_advantages(config: GRPOConfig) -> GroupAdvantages:
@@ -449,6 +451,5 @@ def _by_turn(config: GRPOConfig, trajectory: Trajectory, rewards_B: Tensor, grou
         later = [other.start for other in played[row] if other.start > turn.start]
         views[row][turn.start : min(later, default=lengths[row])] += advantage
     masked = by_token.masked_fill(~trajectory.loss_mask.flat.bool(), 0.0)
-    credited = replace(trajectory, action_advantages=Ragged(masked, lengths), turns=())
-    claim(Component.TRAJECTORY, credited.tensors())
-    return credited, {"turns/compared": float(met_N.double().mean()) if len(met_N) else 0.0}
+    metrics = {"turns/compared": float(met_N.double().mean()) if len(met_N) else 0.0}
+    return _credited(trajectory, metrics, action_advantages=Ragged(masked, lengths), turns=())

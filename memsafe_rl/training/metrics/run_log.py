@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,11 @@ class RunLog:
         self.pending: dict[str, list[float]] = defaultdict(list)
         self.table: tuple[dict[str, Any], ...] = ()
         self.records = RecordLog()
+        self.events = setup.memory.events  # one record per plan, retry or alarm
+        # tells progress bars how many of a rollout's completions have ended
+        self.sampling = partial(self.call_own_event, "on_sampling")
         self._config, self._memory, self._parallel = setup.config, setup.memory, setup.parallel
         self._reward_seconds: dict[str, float] = {}
-
-    @property
-    def events(self) -> RecordLog:
-        """One record per plan, retry or alarm."""
-        return self._memory.events
 
     def reset(self) -> None:
         """Forgets what an earlier call of `train` left."""
@@ -125,10 +124,6 @@ class RunLog:
             if handler is not None:
                 handler(*arguments)
 
-    def sampling(self, ended: int, total: int) -> None:
-        """Tells progress bars how many of a rollout's completions have ended."""
-        self.call_own_event("on_sampling", ended, total)
-
     def rewarded(self, scores: RewardScores) -> None:
         """Takes what reward functions logged through `log_metric`, and their seconds."""
         for name, values in scores.metrics.items():
@@ -155,9 +150,7 @@ class RunLog:
         self._reward_seconds.clear()
         self.call_event("on_step_begin", state)
 
-    def complete(
-        self, state: RunState, measured: Mapping[str, float], micro_batches: int, learning_rate: float
-    ) -> dict[str, float]:
+    def complete(self, state: RunState, measured: Mapping[str, float], learning_rate: float) -> dict[str, float]:
         """Adds to a step's numbers what is known on the host, and moves what follows from them."""
         memory, metrics = self._memory, dict(measured)
         if state.rollout is not None and state.cursor.starts_rollout:
@@ -166,7 +159,6 @@ class RunLog:
         metrics["num_tokens"] = float(state.progress.num_input_tokens_seen)
         metrics["learning_rate"] = learning_rate
         metrics["plan/micro_batch_tokens"] = float(memory.update_plan.micro_batch_tokens)
-        metrics["plan/micro_batches"] = float(micro_batches)
         metrics["plan/checkpointing"] = float(memory.update_plan.checkpointing)
         metrics["plan/pack_prompts"] = float(memory.update_plan.pack_prompts)
         metrics["plan/rows_in_flight"] = float(memory.rollout_plan.rows_in_flight)
@@ -181,7 +173,7 @@ class RunLog:
         state.history.append({"step": float(state.step), "epoch": state.progress.epoch, **metrics}, **beside)
         for name, value in metrics.items():
             self.pending[name].append(value)
-        self._sound(state.alarms.observe(state.step, {**metrics, **self._reward_seconds}, self._memory.events))
+        self._sound(state.alarms.observe(state.step, {**metrics, **self._reward_seconds}, self.events))
 
     def record_lost_updates(self, state: RunState, share: float, learning_rate: float) -> None:
         """Writes down which share of half-precision weights the step just done did not move."""
@@ -192,7 +184,7 @@ class RunLog:
     def _sound(self, events: Sequence[dict[str, Any]]) -> None:
         """Records alarms and shows them."""
         for event in events:
-            self._memory.events.append(event)
+            self.events.append(event)
             if self._parallel.is_main:
                 logger.warning("step %d: %s", event["step"], event["sentence"])
 
