@@ -18,7 +18,7 @@ from memsafe_rl import accounting
 from memsafe_rl.memory.runtime import recovery
 from memsafe_rl.types import Component
 
-_GUARDS = (recovery.Attempts.__call__.__code__, recovery._tried.__code__)
+_GUARDS = (recovery.Attempts.__call__.__code__, recovery.Recovery._tried.__code__)
 """The functions that run what may be repeated."""
 
 
