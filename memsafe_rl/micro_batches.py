@@ -211,15 +211,13 @@ def _passes(part: Piece | Walk) -> int:
     return 1 + (sum(map(_passes, part.parts)) if isinstance(part, Walk) else 0)
 
 
-def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
-    """Cuts rows into slices in which tokens that several rows share count once; see `cut_trees`."""
-    return [piece.rows for piece in pieces_of(cut_trees(work, budget))]
-
-
 def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
     """Cuts rows into slices, in groups whose prompts an encoder reads once before their slices; without one, in one."""
     if not work.sources:
-        slices = cut_work(work, budget, packed=packed)
+        if packed and work.prompts:
+            slices = [piece.rows for piece in pieces_of(cut_trees(work, budget))]
+        else:
+            slices = cut_by_tokens(work.row_tokens, budget)
         return [slices] if slices else []
     rows_of: dict[int, list[int]] = {}
     for row, source in enumerate(work.sources):
@@ -234,10 +232,8 @@ def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list
 
 
 def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
-    """Cuts rows into slices, packed if they can be."""
-    if work.sources:
-        return [part for group in cut_groups(work, budget, packed=False) for part in group]
-    return cut_by_prompt(work, budget) if packed and work.prompts else cut_by_tokens(work.row_tokens, budget)
+    """Cuts rows into slices, packed if they can be, so that tokens which several rows share count once."""
+    return [part for group in cut_groups(work, budget, packed=packed) for part in group]
 
 
 def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
