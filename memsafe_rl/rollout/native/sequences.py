@@ -252,8 +252,9 @@ def _most_rows(
     most = min(free, len(waiting))
     if plan.kv_bytes is None:
         return most
-    if not geometry.shares_prompts:
-        return min(most, plan.kv_bytes // max(1, *(row_bytes(one, geometry) for one in waiting)))
+    if not geometry.shares_prompts:  # each row keeps its own prompt
+        longest = max(one.prompt_tokens + one.max_new_tokens for one in waiting)
+        return min(most, plan.kv_bytes // max(1, geometry.kv_bytes(longest)))
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
         prompts.setdefault(one.prompt, 0 if one.is_kept else geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
@@ -261,11 +262,6 @@ def _most_rows(
         if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
             return count
     return most
-
-
-def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
-    """Counts the cache of a row that keeps its own prompt, as long as it can become."""
-    return geometry.kv_bytes(one.prompt_tokens + one.max_new_tokens)
 
 
 class Drawer:
@@ -314,18 +310,6 @@ class Drawer:
         if len(parts) == 1:
             return parts[0]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([values for _, values in parts], 1)
-
-    def process(
-        self,
-        logits_BV: Tensor,
-        positions_B: Tensor,
-        histories: Sequence[Tensor] | None = None,
-        prompt_lengths: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Returns the scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
-        if not self._processors:
-            return logits_BV.float() / self._temperature
-        return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
 
     def ends_by_text(self, histories: Sequence[Tensor]) -> list[bool]:
         """Tells which rows' last token completed a stop string, which may begin in the prompt, as in `generate`."""

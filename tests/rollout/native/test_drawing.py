@@ -148,6 +148,15 @@ def by_generate(model: Any, prompt: Tensor, theirs: dict[str, Any], **how: Any) 
     return model.generate(prompt[None], generation_config=config, **given)
 
 
+def scores_of(
+    drawer: Drawer, logits: Tensor, positions: Tensor, histories: Sequence[Tensor] = (), lengths: Sequence[int] = ()
+) -> Tensor:
+    """The scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
+    if not drawer._processors:
+        return logits.float() / drawer._temperature
+    return drawer._process(logits, drawer._rows(positions, lengths, histories))
+
+
 @pytest.mark.slow_after(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", [*(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.0)), 0.6])
@@ -168,7 +177,7 @@ def test_scores_equal_those_of_generate(models: dict[str, Any], case: str, tempe
     drawer = Drawer(settings)
     given = torch.stack(logits)
     before = given.clone()
-    got = drawer.process(given, torch.tensor(positions), histories, lengths)
+    got = scores_of(drawer, given, torch.tensor(positions), histories, lengths)
     assert torch.equal(given, before)
     expected = torch.stack(scores)
     assert len(expected) > 8
@@ -258,7 +267,7 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(mass: float) ->
     """Rows from peaked to flat: those with a nucleus of few tokens are not sorted, the others are."""
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(12, 6000, generator=generator) * torch.linspace(0.01, 9, 12)[:, None]
-    got = Drawer(replace(BASE, top_p=mass)).process(logits, torch.zeros(12, dtype=torch.int64))
+    got = scores_of(Drawer(replace(BASE, top_p=mass)), logits, torch.zeros(12, dtype=torch.int64))
     expected = TopPLogitsWarper(mass)(torch.empty(0), logits)
     sizes = expected.isfinite().sum(1)
     assert sizes.min() < 100
@@ -273,10 +282,10 @@ def test_log_probs_are_of_the_distribution_sampled_from_and_of_the_model() -> No
     drawer = Drawer(replace(BASE, temperature=0.5, top_k=5, repetition_penalty=1.4))
     logits, keys, positions, histories, lengths = ragged()
     tokens, values = drawer(logits, keys, positions, histories, lengths)
-    processed = drawer.process(logits, positions, histories, lengths).log_softmax(1)
+    scores = scores_of(drawer, logits, positions, histories, lengths).log_softmax(1)
     own = (logits / 0.5).log_softmax(1)
     index = tokens[:, None]
-    torch.testing.assert_close(values[1].float(), processed.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values[1].float(), scores.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values[2].float(), own.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
     assert (values[1] > values[2] + 1e-3).any()
 
@@ -294,7 +303,7 @@ def test_sampling_follows_the_processed_distribution() -> None:
     keys = key_tensor([SequenceKey(7, 1, row, 0) for row in range(count)])
     histories, lengths = [history] * count, [3] * count
     tokens, _ = drawer(logits, keys, positions, histories, lengths)
-    probs = drawer.process(logits[:1], positions[:1], histories[:1], lengths[:1])[0].double().softmax(0)
+    probs = scores_of(drawer, logits[:1], positions[:1], histories[:1], lengths[:1])[0].double().softmax(0)
     seen = torch.bincount(tokens, minlength=VOCAB).double()
     assert seen[probs == 0].sum() == 0
     assert 0 < (probs == 0).sum() < VOCAB - 10
@@ -372,7 +381,7 @@ def test_processors_that_raise_a_token_to_infinity_are_named() -> None:
 def test_invalid_values_are_removed() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4], logits[0, 5] = torch.nan, torch.inf, -torch.inf
-    scores = Drawer(replace(BASE, remove_invalid_values=True)).process(logits, torch.zeros(1, dtype=torch.int64))
+    scores = scores_of(Drawer(replace(BASE, remove_invalid_values=True)), logits, torch.zeros(1, dtype=torch.int64))
     assert scores[0, 3:6].tolist() == [0.0, torch.finfo().max, torch.finfo().min]
 
 
