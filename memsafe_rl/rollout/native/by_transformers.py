@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -147,11 +146,9 @@ def generate_by_override(
 
 def _configuration(settings: SamplingSettings, longest: int, pad_token_id: int) -> GenerationConfig:
     given = {"max_new_tokens": longest, "eos_token_id": list(settings.eos_token_ids), "pad_token_id": pad_token_id}
-    for field in fields(SamplingSettings)[2:]:
-        value = getattr(settings, field.name)
-        dropped = value != field.default and field.name not in _HONOURED
-        refusal.when(dropped, "engine/setting", name=field.name, value=value, engine="generate")
-        given |= {field.name: value} if value and field.name in _HONOURED else {}
+    for name, value in settings.chosen().items():
+        refusal.when(name not in _HONOURED, "engine/setting", name=name, value=value, engine="generate")
+    given |= {name: value for name in _HONOURED if (value := getattr(settings, name))}
     return GenerationConfig(**{"top_k": 0, **given}, do_sample=settings.temperature > 0)
 
 
