@@ -22,14 +22,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.native.sequences import (
-    Drawer,
-    LiveSequence,
-    Streams,
-    begin_sequences,
-    checked_limits,
-    draw_next,
-)
+from memsafe_rl.rollout.native.sequences import Drawer, LiveSequence, Streams, draw_next
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _say_once = functools.cache(logging.getLogger(__name__).warning)
@@ -47,20 +40,13 @@ _HONOURED = (
 
 def generate_by_transformers(
     adapter: ModelAdapter,
-    prompts: Sequence[Tensor],
-    keys: Sequence[Sequence[SequenceKey]],
+    sequences: Sequence[LiveSequence],
     settings: SamplingSettings,
     attempt: Attempt[RolloutPlan],
     progress: Progress | None = None,
-    *,
-    begun: Sequence[Sequence[Completion | None]] | None = None,
-    limits: Sequence[int] | None = None,
 ) -> list[Completion]:
     """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted."""
-    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     draw = Drawer(settings, adapter.start_token_id)
-    with host_memory():
-        sequences = begin_sequences(prompts, keys, settings, begun, limits)
 
     def run_next(plan: RolloutPlan) -> None:
         check_plan(plan, RolloutPlan)

@@ -64,14 +64,14 @@ def generate(
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
-    own, told = adapter.own_generate, dict[str, Any](begun=begun, limits=limits)
+    own = adapter.own_generate
     with torch.no_grad(), eval_mode(adapter.model):
         if own:
-            return generate_by_override(adapter, own, prompts, keys, settings, attempt, **told)
-        if not adapter.decodes:
-            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, **told)
+            return generate_by_override(adapter, own, prompts, keys, settings, attempt, begun=begun, limits=limits)
         with host_memory():
             sequences = begin_sequences(prompts, keys, settings, begun, limits)
+        if not adapter.decodes:
+            return generate_by_transformers(adapter, sequences, settings, attempt, progress)
         batch = _RunningBatch(adapter, sequences, settings, progress, kept)
         try:
             while batch.goes_on:

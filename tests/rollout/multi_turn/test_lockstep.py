@@ -457,12 +457,8 @@ def test_an_observation_that_leaves_no_room_is_taken_back(limit: str) -> None:
 
 def test_tool_calls_are_answered_so_often_and_no_more() -> None:
     _, episode = played((CALL, CALL, CALL), tools=True, tool_rounds=2, completion_tokens=400)
-    assert (episode.ending, episode.segments[-1].completion.finished, episode.tool_calls, episode.turns) == (
-        Ending.TOOL_CALLS,
-        True,
-        2,
-        3,
-    )
+    assert (episode.ending, episode.tool_calls, episode.turns) == (Ending.TOOL_CALLS, 2, 3)
+    assert episode.segments[-1].completion.finished
     _, none = played((CALL,), tools=True, tool_rounds=0)
     assert (none.ending, none.tool_calls) == (Ending.TOOL_CALLS, 0)
 
