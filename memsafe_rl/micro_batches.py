@@ -202,13 +202,10 @@ def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = 
     return found
 
 
-def _total(part: Piece | Walk) -> int:
-    """Counts the tokens that are run, those that are held once."""
-    return part.tokens + (sum(map(_total, part.parts)) if isinstance(part, Walk) else 0)
-
-
-def _passes(part: Piece | Walk) -> int:
-    return 1 + (sum(map(_passes, part.parts)) if isinstance(part, Walk) else 0)
+def _passes(parts: Sequence[Piece | Walk]) -> list[int]:
+    """Lists the tokens that each pass runs, those that are held once."""
+    below = [one for part in parts if isinstance(part, Walk) for one in _passes(part.parts)]
+    return [*(part.tokens for part in parts), *below]
 
 
 def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
@@ -324,18 +321,17 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     if work.geometry.unit is not None:
         columns = range(max(work.row_tokens, default=0))
         tokens = [len(piece) * len(chosen) for piece, chosen in cut_columns(len(work.row_tokens), columns, budget)]
-        actions = tokens
+        actions = passes = tokens
     elif packed and work.prompts and not work.sources:
         parts = cut_trees(work, budget)
-        held = pieces_of(parts)
-        most = max((sum(work.action_tokens[row] for row in piece.rows) for piece in held), default=1)
-        tokens, passes, total = [piece.tokens for piece in held], sum(map(_passes, parts)), sum(map(_total, parts))
-        return Slices(*(max(1, count) for count in (max(tokens, default=1), most, passes, total)))
+        pieces, passes = pieces_of(parts), _passes(parts)
+        tokens = [piece.tokens for piece in pieces]
+        actions = [sum(work.action_tokens[row] for row in piece.rows) for piece in pieces]
     else:
         slices = cut_work(work, budget, packed=packed)
-        tokens = [slice_tokens(work, rows, packed=packed) for rows in slices]
+        tokens = passes = [slice_tokens(work, rows, packed=packed) for rows in slices]
         actions = [sum(work.action_tokens[row] for row in rows) for rows in slices]
-    found = max(tokens, default=1), max(actions, default=1), len(tokens), sum(tokens)
+    found = max(tokens, default=1), max(actions, default=1), len(passes), sum(passes)
     return Slices(*(max(1, count) for count in found))
 
 
