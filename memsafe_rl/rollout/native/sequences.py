@@ -23,8 +23,6 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.sampling import (
     Draw,
     greedy_tokens,
-    gumbel_noise,
-    hash_fields,
     hash_keys,
     noise_ahead,
     noise_slots,
@@ -184,7 +182,7 @@ def draw_next(draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], str
     lengths = [len(one.prompt_ids) for one in rows] if draw.needs_prompt_lengths else None
     positions_B = streams.positions()
     noise = streams.noise(logits_BV.shape[1]) if draw.draws else None
-    tokens_B, values_4B = draw(logits_BV, streams.keys_B4, positions_B, histories, lengths, noise)
+    tokens_B, values_4B = draw(logits_BV, positions_B, noise, histories, lengths)
     streams.advance()
     with host_memory():
         values_4B = values_4B.cpu()
@@ -286,15 +284,12 @@ class Drawer:
     def __call__(
         self,
         logits_BV: Tensor,
-        keys_B4: Tensor,
         positions_B: Tensor,
+        noise: Noise | None,
         histories: Sequence[Tensor] | None = None,
         prompt_lengths: Sequence[int] | None = None,
-        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws a token a row; the noise is what `Streams` made of keys and positions, if it did."""
-        if noise is None and self.draws:
-            noise = Noise(gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1])))
+        """Draws a token a row, with the noise of `Streams`, or takes the likeliest where `draws` is False."""
         if not self._processors:
             drawn = _choose(logits_BV, noise, self._temperature)
             return drawn.tokens_B, _columns(drawn, drawn.logprobs_B)

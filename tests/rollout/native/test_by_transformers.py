@@ -27,6 +27,7 @@ from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
 from memsafe_rl.rollout.native.sequences import Drawer, begin_sequences, key_tensor, text_stops
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from tests.rollout.plainly import draw_from
 from tests.tiny import PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 
 VOCAB = 97
@@ -115,7 +116,9 @@ def alone(adapter: CausalLMAdapter, settings: SamplingSettings, group_size: int 
             for position in range(settings.max_new_tokens):
                 with torch.no_grad():
                     logits = adapter.model(ids[None], use_cache=False).logits[:, -1]
-                token, value = drawer(logits, key_tensor([key]), torch.tensor([position]), [ids], [len(prompt)])
+                token, value = draw_from(
+                    drawer, logits, key_tensor([key]), torch.tensor([position]), [ids], [len(prompt)]
+                )
                 ids, values = torch.cat([ids, token]), torch.cat([values, value], 1)
                 if int(token) in settings.eos_token_ids:
                     break

@@ -14,6 +14,7 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.rollout.native import sequences
 from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, refuse_broken, text_stops
 from memsafe_rl.types import SamplingSettings, SequenceKey
+from tests.rollout.plainly import draw_from
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 
 VOCAB = 64
@@ -195,7 +196,8 @@ def decode(model: Any, prompts: Sequence[Tensor], settings: SamplingSettings, ke
         with torch.no_grad():
             logits = torch.stack([model(rows[row][None]).logits[0, -1] for row in alive])
         histories = [rows[row] for row in alive]
-        tokens, values = drawer(
+        tokens, values = draw_from(
+            drawer,
             logits,
             keys_B4[alive],
             torch.full((len(alive),), step),
@@ -248,16 +250,16 @@ def test_a_draw_does_not_depend_on_the_rows_around(
 ) -> None:
     drawer = Drawer(replace(BASE, temperature=temperature, **CASES[case][0]))
     logits, keys, positions, histories, lengths = ragged()
-    tokens, values = drawer(logits, keys, positions, histories, lengths)
+    tokens, values = draw_from(drawer, logits, keys, positions, histories, lengths)
     assert values.shape == (4, len(logits))
     assert values.isfinite().all()
     for row in (0, 17, 39):
         one = slice(row, row + 1)
-        alone, alone_values = drawer(logits[one], keys[one], positions[one], histories[one], lengths[one])
+        alone, alone_values = draw_from(drawer, logits[one], keys[one], positions[one], histories[one], lengths[one])
         assert alone.tolist() == tokens[one].tolist()
         torch.testing.assert_close(alone_values, values[:, one], rtol=1e-6, atol=1e-6)  # float32 sums of 64 numbers
     monkeypatch.setattr(sequences, "_TILE_ELEMENTS", 7 * VOCAB)
-    tiled, tiled_values = drawer(logits, keys, positions, histories, lengths)
+    tiled, tiled_values = draw_from(drawer, logits, keys, positions, histories, lengths)
     assert tiled.tolist() == tokens.tolist()
     torch.testing.assert_close(tiled_values, values, rtol=1e-6, atol=1e-6)
 
@@ -281,7 +283,7 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(mass: float) ->
 def test_log_probs_are_of_the_distribution_sampled_from_and_of_the_model() -> None:
     drawer = Drawer(replace(BASE, temperature=0.5, top_k=5, repetition_penalty=1.4))
     logits, keys, positions, histories, lengths = ragged()
-    tokens, values = drawer(logits, keys, positions, histories, lengths)
+    tokens, values = draw_from(drawer, logits, keys, positions, histories, lengths)
     scores = scores_of(drawer, logits, positions, histories, lengths).log_softmax(1)
     own = (logits / 0.5).log_softmax(1)
     index = tokens[:, None]
@@ -302,7 +304,7 @@ def test_sampling_follows_the_processed_distribution() -> None:
     history, positions = torch.tensor([11, 12, 4]), torch.zeros(count, dtype=torch.int64)
     keys = key_tensor([SequenceKey(7, 1, row, 0) for row in range(count)])
     histories, lengths = [history] * count, [3] * count
-    tokens, _ = drawer(logits, keys, positions, histories, lengths)
+    tokens, _ = draw_from(drawer, logits, keys, positions, histories, lengths)
     probs = scores_of(drawer, logits[:1], positions[:1], histories[:1], lengths[:1])[0].double().softmax(0)
     seen = torch.bincount(tokens, minlength=VOCAB).double()
     assert seen[probs == 0].sum() == 0
@@ -329,7 +331,7 @@ def test_without_history_no_value_of_a_tensor_is_read() -> None:
             continue
         empty = torch.empty(3, VOCAB, device="meta")
         positions = torch.empty(3, dtype=torch.int64, device="meta")
-        tokens, values = drawer(empty, torch.empty(3, 4, dtype=torch.int64, device="meta"), positions)
+        tokens, values = draw_from(drawer, empty, torch.empty(3, 4, dtype=torch.int64, device="meta"), positions)
         assert tokens.shape == (3,)
         assert values.shape == (4, 3)
 
@@ -339,11 +341,11 @@ def test_processors_that_forbid_every_token_are_named(temperature: float) -> Non
     drawer = Drawer(replace(BASE, temperature=temperature, suppress_tokens=tuple(range(VOCAB))))
     logits, keys, positions, *_ = ragged(3)
     names = [SequenceKey(1, 2, row, 3) for row in range(3)]
-    _, values = drawer(logits, keys, positions)
+    _, values = draw_from(drawer, logits, keys, positions)
     with pytest.raises(MemsafeError, match=r"prompt 0, sample 3 \(3 of 3 rows\).*forbid every token.*suppress_tokens"):
         refuse_broken(values, names, positions.tolist())
     logits[1] = torch.nan
-    _, values = Drawer(replace(BASE, temperature=temperature))(logits, keys, positions)
+    _, values = draw_from(Drawer(replace(BASE, temperature=temperature)), logits, keys, positions)
     with pytest.raises(MemsafeError, match=r"prompt 1, sample 3 \(1 of 3 rows\).*NaN.*learning rate"):
         refuse_broken(values, names, positions.tolist())
     refuse_broken(values[:, [0, 2]], [names[0], names[2]], [0, 0])
@@ -364,7 +366,7 @@ def test_a_score_that_grows_beyond_float32_makes_its_token_certain(certain: dict
     logits, keys, *_ = ragged(3)
     logits[:, EOS_ID] = torch.tensor([-20.0, 0.5, 20.0])
     positions = torch.full((3,), 1000)
-    tokens, values = drawer(logits, keys, positions, [torch.full((1003,), 7)] * 3, [3] * 3)
+    tokens, values = draw_from(drawer, logits, keys, positions, [torch.full((1003,), 7)] * 3, [3] * 3)
     assert tokens.tolist() == [EOS_ID] * 3
     refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
     assert values[1].tolist() == [0.0] * 3
@@ -373,7 +375,7 @@ def test_a_score_that_grows_beyond_float32_makes_its_token_certain(certain: dict
 def test_processors_that_raise_a_token_to_infinity_are_named() -> None:
     drawer = Drawer(replace(BASE, logits_processor=(lambda _, scores: scores / 0.0,)))
     logits, keys, positions, histories, lengths = ragged(3)
-    _, values = drawer(logits, keys, positions, histories, lengths)
+    _, values = draw_from(drawer, logits, keys, positions, histories, lengths)
     with pytest.raises(MemsafeError, match=r"raise one to infinity.*sequence_bias.*exponential_decay_length_penalty"):
         refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
 
@@ -394,10 +396,10 @@ def test_wrong_processors_are_refused() -> None:
         ("top_p", "cannot be called"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Drawer(replace(BASE, logits_processor=(given,)))(logits, keys, positions, histories, lengths)
+            draw_from(Drawer(replace(BASE, logits_processor=(given,))), logits, keys, positions, histories, lengths)
     for wrong in ({"top_p": -0.5}, {"top_h": 2.0}, {"eta_cutoff": 1.0}, {"repetition_penalty": -1.0}):
         with pytest.raises(ConfigError):
-            Drawer(replace(BASE, **wrong))(logits, keys, positions, histories, lengths)
+            draw_from(Drawer(replace(BASE, **wrong)), logits, keys, positions, histories, lengths)
     with pytest.raises(ConfigError, match="names token 64; the vocabulary has 64"):
         Drawer(replace(BASE, bad_words_ids=((64,),)))(logits, keys, positions)
 
