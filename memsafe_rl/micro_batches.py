@@ -74,12 +74,8 @@ class MicroBatchGroup:
         """The rows of all of them, by their place among those that were cut."""
         return list(dict.fromkeys(place for batch in self.batches for place in batch.places))
 
-    def to_run(self) -> Iterator[MicroBatch]:
-        """Yields the micro-batches to run: all, or in a dry run those that tell what all hold."""
-        return self.run(lambda _: nullcontext())
-
-    def run(self, reading: Callable[[MicroBatchGroup], AbstractContextManager[None]]) -> Iterator[MicroBatch]:
-        """Yields the micro-batches to run, each inside the contexts of the groups that it is in."""
+    def run(self, reading: Callable[[Any], AbstractContextManager[Any]] = nullcontext) -> Iterator[MicroBatch]:
+        """Yields what to run, all or in a dry run what tells what all hold, inside the contexts of its groups."""
         with reading(self):
             for part in worth_running(self.parts, self.telling):
                 yield from part.run(reading) if isinstance(part, MicroBatchGroup) else (part,)
