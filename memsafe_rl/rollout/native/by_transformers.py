@@ -41,12 +41,11 @@ _HONOURED = (
 def generate_by_transformers(
     adapter: ModelAdapter,
     sequences: Sequence[LiveSequence],
-    settings: SamplingSettings,
+    draw: Drawer,
     attempt: Attempt[RolloutPlan],
     progress: Progress | None = None,
-) -> list[Completion]:
-    """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted."""
-    draw = Drawer(settings, adapter.start_token_id)
+) -> None:
+    """Draws sequences to their ends by `generate`, in waves of one length: such a network pads in no trusted way."""
 
     def run_next(plan: RolloutPlan) -> None:
         check_plan(plan, RolloutPlan)
@@ -56,8 +55,6 @@ def generate_by_transformers(
         attempt(run_next)
         if progress is not None:
             progress(sum(one.ended for one in sequences), len(sequences))
-    with host_memory():
-        return [one.completion(draw.keeps_model_logprobs) for one in sequences]
 
 
 def _next_wave(sequences: Sequence[LiveSequence], adapter: ModelAdapter, plan: RolloutPlan) -> list[LiveSequence]:

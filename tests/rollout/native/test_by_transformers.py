@@ -104,7 +104,9 @@ def by_waves(
     begun: Any = None,
 ) -> list[Completion]:
     sequences = begin_sequences(prompts, keys, settings, begun, [settings.max_new_tokens] * len(prompts))
-    return generate_by_transformers(adapter, sequences, settings, attempt, progress)
+    drawer = Drawer(settings, adapter.start_token_id)
+    generate_by_transformers(adapter, sequences, drawer, attempt, progress)
+    return [one.completion(drawer.keeps_model_logprobs) for one in sequences]
 
 
 def alone(adapter: CausalLMAdapter, settings: SamplingSettings, group_size: int = 3) -> list[Completion]:
