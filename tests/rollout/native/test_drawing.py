@@ -401,7 +401,7 @@ def test_wrong_processors_are_refused() -> None:
         with pytest.raises(ConfigError):
             draw_from(Drawer(replace(BASE, **wrong)), logits, keys, positions, histories, lengths)
     with pytest.raises(ConfigError, match="names token 64; the vocabulary has 64"):
-        Drawer(replace(BASE, bad_words_ids=((64,),)))(logits, keys, positions)
+        draw_from(Drawer(replace(BASE, bad_words_ids=((64,),))), logits, keys, positions)
 
 
 PAIRS = tiny_tokenizer(320)
