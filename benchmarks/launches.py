@@ -288,7 +288,7 @@ def sampler_operators(rows: int, vocab: int, tokens: int) -> float:
     draw, streams, logits_BV = Drawer(settings), Streams.of(sequences, torch.device("cpu")), torch.randn(rows, vocab)
     with Operators() as operators:
         for _ in range(tokens):
-            draw(logits_BV, streams.keys_B4, streams.keys_B4[:, 0], noise=streams.noise(vocab))
+            draw(logits_BV, streams.keys_B4[:, 0], streams.noise(vocab))
             streams.advance()
     return sum(operators.counts.values()) / tokens
 

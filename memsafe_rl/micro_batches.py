@@ -74,12 +74,8 @@ class MicroBatchGroup:
         """The rows of all of them, by their place among those that were cut."""
         return list(dict.fromkeys(place for batch in self.batches for place in batch.places))
 
-    def to_run(self) -> Iterator[MicroBatch]:
-        """Yields the micro-batches to run: all, or in a dry run those that tell what all hold."""
-        return self.run(lambda _: nullcontext())
-
-    def run(self, reading: Callable[[MicroBatchGroup], AbstractContextManager[None]]) -> Iterator[MicroBatch]:
-        """Yields the micro-batches to run, each inside the contexts of the groups that it is in."""
+    def run(self, reading: Callable[[Any], AbstractContextManager[Any]] = nullcontext) -> Iterator[MicroBatch]:
+        """Yields what to run, all or in a dry run what tells what all hold, inside the contexts of its groups."""
         with reading(self):
             for part in worth_running(self.parts, self.telling):
                 yield from part.run(reading) if isinstance(part, MicroBatchGroup) else (part,)
@@ -202,24 +198,19 @@ def companions(parts: Sequence[Piece | Walk], first: int = 0, *, walked: bool = 
     return found
 
 
-def _total(part: Piece | Walk) -> int:
-    """Counts the tokens that are run, those that are held once."""
-    return part.tokens + (sum(map(_total, part.parts)) if isinstance(part, Walk) else 0)
-
-
-def _passes(part: Piece | Walk) -> int:
-    return 1 + (sum(map(_passes, part.parts)) if isinstance(part, Walk) else 0)
-
-
-def cut_by_prompt(work: UpdateWork, budget: int) -> list[list[int]]:
-    """Cuts rows into slices in which tokens that several rows share count once; see `cut_trees`."""
-    return [piece.rows for piece in pieces_of(cut_trees(work, budget))]
+def _passes(parts: Sequence[Piece | Walk]) -> list[int]:
+    """Lists the tokens that each pass runs, those that are held once."""
+    below = [one for part in parts if isinstance(part, Walk) for one in _passes(part.parts)]
+    return [*(part.tokens for part in parts), *below]
 
 
 def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list[int]]]:
     """Cuts rows into slices, in groups whose prompts an encoder reads once before their slices; without one, in one."""
     if not work.sources:
-        slices = cut_work(work, budget, packed=packed)
+        if packed and work.prompts:
+            slices = [piece.rows for piece in pieces_of(cut_trees(work, budget))]
+        else:
+            slices = cut_by_tokens(work.row_tokens, budget)
         return [slices] if slices else []
     rows_of: dict[int, list[int]] = {}
     for row, source in enumerate(work.sources):
@@ -234,10 +225,8 @@ def cut_groups(work: UpdateWork, budget: int, *, packed: bool) -> list[list[list
 
 
 def cut_work(work: UpdateWork, budget: int, *, packed: bool) -> list[list[int]]:
-    """Cuts rows into slices, packed if they can be."""
-    if work.sources:
-        return [part for group in cut_groups(work, budget, packed=False) for part in group]
-    return cut_by_prompt(work, budget) if packed and work.prompts else cut_by_tokens(work.row_tokens, budget)
+    """Cuts rows into slices, packed if they can be, so that tokens which several rows share count once."""
+    return [part for group in cut_groups(work, budget, packed=packed) for part in group]
 
 
 def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[list[int], list[int]]]:
@@ -329,18 +318,17 @@ def measure_slices(work: UpdateWork, budget: int, *, packed: bool) -> Slices:
     if work.geometry.unit is not None:
         columns = range(max(work.row_tokens, default=0))
         tokens = [len(piece) * len(chosen) for piece, chosen in cut_columns(len(work.row_tokens), columns, budget)]
-        actions = tokens
+        actions = passes = tokens
     elif packed and work.prompts and not work.sources:
         parts = cut_trees(work, budget)
-        held = pieces_of(parts)
-        most = max((sum(work.action_tokens[row] for row in piece.rows) for piece in held), default=1)
-        tokens, passes, total = [piece.tokens for piece in held], sum(map(_passes, parts)), sum(map(_total, parts))
-        return Slices(*(max(1, count) for count in (max(tokens, default=1), most, passes, total)))
+        pieces, passes = pieces_of(parts), _passes(parts)
+        tokens = [piece.tokens for piece in pieces]
+        actions = [sum(work.action_tokens[row] for row in piece.rows) for piece in pieces]
     else:
         slices = cut_work(work, budget, packed=packed)
-        tokens = [slice_tokens(work, rows, packed=packed) for rows in slices]
+        tokens = passes = [slice_tokens(work, rows, packed=packed) for rows in slices]
         actions = [sum(work.action_tokens[row] for row in rows) for rows in slices]
-    found = max(tokens, default=1), max(actions, default=1), len(tokens), sum(tokens)
+    found = max(tokens, default=1), max(actions, default=1), len(passes), sum(passes)
     return Slices(*(max(1, count) for count in found))
 
 

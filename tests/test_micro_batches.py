@@ -18,7 +18,7 @@ OWNERS = (0, 1, 0, 2, 1)
 @pytest.mark.parametrize("work", [WORK, replace(WORK, prompts=OWNERS), replace(WORK, sources=OWNERS)])
 def test_every_row_of_tokens_is_run_once(work: UpdateWork, budget: int) -> None:
     groups = token_micro_batches(work, budget)
-    batches = [batch for group in groups for batch in group.to_run()]
+    batches = [batch for group in groups for batch in group.run()]
     assert sorted(place for batch in batches for place in batch.places) == list(range(5))
     for batch in batches:
         assert batch.columns is None
@@ -35,5 +35,5 @@ def test_a_dry_run_runs_what_tells_what_all_hold() -> None:
     with only_bytes_matter():
         plain = token_micro_batches(WORK, 1)[0]
         encoded = token_micro_batches(replace(WORK, sources=(0,) * 5), 12)[0]
-        assert len(list(plain.to_run())) == len(plain.batches) == 5
-        assert len(list(encoded.to_run())) < len(encoded.batches)
+        assert len(list(plain.run())) == len(plain.batches) == 5
+        assert len(list(encoded.run())) < len(encoded.batches)

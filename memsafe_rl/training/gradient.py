@@ -295,7 +295,7 @@ def _accumulate_columns(shared: _Pass, rows: Sequence[int]) -> StepGradient:
     found: dict[str, Tensor] = {}
     shape = len(rows), max(trajectory.action_lengths(rows))
     (group,) = shared.adapter.micro_batches(trajectory, rows, shared.plan.micro_batch_tokens)
-    for places, columns, _, tokens in group.to_run():
+    for places, columns, _, tokens in group.run():
         assert columns is not None, "the columns of a chain are run one by one"
         micro = [rows[place] for place in places]
         scores = _policy_gradient(shared, micro, columns)

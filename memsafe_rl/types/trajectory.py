@@ -75,6 +75,11 @@ class SamplingSettings:
     # most tokens drawn of a completion in one call, so that it may be continued later; None for no limit
     max_step_tokens: int | None = None
 
+    def chosen(self) -> dict[str, Any]:
+        """Returns by name what differs from a plain draw of completions of the same length and ends."""
+        plain = SamplingSettings(self.max_new_tokens, self.eos_token_ids)
+        return {name: value for name, value in vars(self).items() if value != getattr(plain, name)}
+
 
 @dataclass(frozen=True)
 class Completion:

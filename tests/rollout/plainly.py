@@ -6,8 +6,10 @@ from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.ops.sampling import gumbel_noise, hash_fields, noise_slots
 from memsafe_rl.rollout import scoring
 from memsafe_rl.rollout.native import running_batch as native
+from memsafe_rl.rollout.native.sequences import Drawer, Noise
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey, Trajectory
 
 
@@ -34,3 +36,16 @@ def score_all(
     attempt = under(RolloutPlan(score_tokens=score_tokens))
     scored = scoring.score_all(adapter, trajectory, rows, temperature=temperature, attempt=attempt, tile=tile)
     return [row.logprobs for row in scored]
+
+
+def draw_from(
+    drawer: Drawer,
+    logits: Tensor,
+    keys: Tensor,
+    positions: Tensor,
+    histories: Sequence[Tensor] | None = None,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draws with noise that is made of keys and positions here and now, not ahead."""
+    noise = Noise(gumbel_noise(hash_fields(keys, positions), noise_slots(logits.shape[1]))) if drawer.draws else None
+    return drawer(logits, positions, noise, histories, lengths)

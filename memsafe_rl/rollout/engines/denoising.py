@@ -6,7 +6,6 @@ Axes: ``B`` rows of a wave, ``S`` denoising steps; ``...`` stands for the axes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +48,8 @@ class DenoisingEngine(WholeEngine):
 
     def check(self, settings: SamplingSettings) -> None:
         """Refuses settings that only tokens know."""
-        plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
-        for name in (entry.name for entry in fields(settings)):
-            value = getattr(settings, name)
-            refusal.when(value != getattr(plain, name), "denoising", name=name, value=value)
+        for name, value in settings.chosen().items():
+            raise refusal("denoising", name=name, value=value)
 
     def synchronise(self, version: int) -> None:
         """Does nothing: the weights are the trained ones."""

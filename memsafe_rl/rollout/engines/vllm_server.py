@@ -9,9 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import requests
 import torch
-from requests.adapters import HTTPAdapter
 from torch import Tensor
 
 from memsafe_rl.memory.runtime.recovery import under
@@ -29,7 +27,7 @@ from memsafe_rl.rollout.external.function_engine import (
 )
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
 from memsafe_rl.rollout.external.vllm_weights import is_whole, refuse_unmergeable, written
-from memsafe_rl.rollout.server.routes import Server, ServerError
+from memsafe_rl.rollout.server.routes import Server, ServerError, connections
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 logger = logging.getLogger(__name__)
@@ -292,9 +290,7 @@ class _Pass:
 @contextmanager
 def _servers(config: Any, vocab_size: int) -> Iterator[list[Server]]:
     """Opens connections for one rollout."""
-    with requests.Session() as session:
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS))
+    with connections(_THREADS) as session:
         yield [Server(url, config.vllm_server_timeout, session, vocab_size) for url in config.vllm_servers]
 
 

@@ -6,7 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -128,11 +128,8 @@ class ExternalEngine(WholeEngine, ABC):
 
     def check(self, settings: SamplingSettings) -> None:
         """Refuses sampling settings that the engine would drop."""
-        for field in fields(settings):
-            value = getattr(settings, field.name)
-            default = field.default_factory() if field.default_factory is not MISSING else field.default
-            dropped = field.name not in self._honours and value != default
-            refusal.when(dropped, "engine/setting", name=field.name, value=value, engine=self.name)
+        for name, value in settings.chosen().items():
+            refusal.when(name not in self._honours, "engine/setting", name=name, value=value, engine=self.name)
 
     def generate(
         self,

@@ -53,9 +53,7 @@ def completion_of(
 ) -> Completion:
     """Makes a completion of plain numbers; the model's own log-probs are unknown where settings filter tokens."""
     drawn = torch.tensor(logprobs, dtype=torch.float32)
-    plain = SamplingSettings(settings.max_new_tokens, settings.eos_token_ids)
-    filtered = any(getattr(settings, name) != getattr(plain, name) for name in FILTERS)
-    own = torch.full_like(drawn, math.nan) if filtered else drawn
+    own = torch.full_like(drawn, math.nan) if FILTERS & settings.chosen().keys() else drawn
     return Completion(torch.tensor(tokens, dtype=torch.int64), drawn, own, finished)
 
 

@@ -39,7 +39,7 @@ _LEFT_OUT = ("refusal", "thinking", "reasoning")
 class RefusedError(Exception):
     """A request that is answered by an error, as OpenAI spells it."""
 
-    def __init__(self, status: HTTPStatus, code: str, reason: str) -> None:
+    def __init__(self, code: str, reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
         super().__init__(reason)
         self.status, self.body = status, {"error": {"message": reason, "type": "invalid_request_error", "code": code}}
 
@@ -63,7 +63,7 @@ class ChatRequest:
 
     def refuse(self, reason: str) -> None:
         """Has whoever waits know that there will be no turn."""
-        self.refused = RefusedError(HTTPStatus.BAD_REQUEST, "episode_over", reason)
+        self.refused = RefusedError("episode_over", reason)
         self.answered.set()
 
     def asks_the_same(self, other: ChatRequest) -> bool:
@@ -167,12 +167,12 @@ class ChatServer:
     def box(self, path: str, bearer: str) -> Mailbox:
         """Finds an episode by its address; raises RefusedError without the token or where there is none."""
         if not hmac.compare_digest(bearer.encode(), f"Bearer {self.token}".encode()):
-            raise RefusedError(HTTPStatus.UNAUTHORIZED, "invalid_api_key", "the API key is not this endpoint's.")
+            raise RefusedError("invalid_api_key", "the API key is not this endpoint's.", HTTPStatus.UNAUTHORIZED)
         parts = path.strip("/").split("/")
         if len(parts) != 4 or parts[1:] != ["v1", "chat", "completions"]:
-            raise RefusedError(HTTPStatus.NOT_FOUND, "unknown_url", f"{path} is not served, chat completions are.")
+            raise RefusedError("unknown_url", f"{path} is not served, chat completions are.", HTTPStatus.NOT_FOUND)
         if parts[0] not in self._boxes:
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "episode_over", "this episode is over.")
+            raise RefusedError("episode_over", "this episode is over.")
         return self._boxes[parts[0]]
 
     def note_sampling(self, body: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             what = f"of {length:.20} bytes" if length else "without Content-Length"
             raise RefusedError(
-                HTTPStatus.REQUEST_ENTITY_TOO_LARGE, "too_large", f"a body {what} is not read; {_LARGEST_BODY} are."
+                "too_large", f"a body {what} is not read; {_LARGEST_BODY} are.", HTTPStatus.REQUEST_ENTITY_TOO_LARGE
             )
         return self.rfile.read(int(length))
 
@@ -256,9 +256,9 @@ def _parsed(raw: bytes) -> Mapping[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", f"the body is no JSON: {error}") from error
+        raise RefusedError("invalid_json", f"the body is no JSON: {error}") from error
     if not isinstance(body, Mapping):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_json", "the body is no JSON object.")
+        raise RefusedError("invalid_json", "the body is no JSON object.")
     return body
 
 
@@ -266,15 +266,15 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     """Reads a request in OpenAI's form; refuses one for what a turn of an episode cannot be, or without messages."""
     messages, count = body.get("messages"), body.get("n")
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "messages is no list of messages.")
+        raise RefusedError("invalid_messages", "messages is no list of messages.")
     if any(not isinstance(one.get("role"), str) for one in messages):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", "a message has no role.")
+        raise RefusedError("invalid_messages", "a message has no role.")
     if count not in (None, 1):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
+        raise RefusedError("invalid_n", f"n is {count!r}; an episode takes one turn at a time.")
     tools, choice = body.get("tools") or [], body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         reason = f"tool_choice is {choice!r:.100}, but what the model draws cannot be forced. Leave it out."
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tool_choice", reason)
+        raise RefusedError("invalid_tool_choice", reason)
     return ChatRequest(_conversation(messages), _tools([] if choice == "none" else tools))
 
 
@@ -282,25 +282,24 @@ def _conversation(messages: list[dict[str, Any]]) -> tuple[Message, ...]:
     for part in (part for one in messages if isinstance(one.get("content"), list) for part in one["content"]):
         if not (isinstance(part, dict) and ("text" in part or part.get("type") in _LEFT_OUT)):
             reason = f"the model reads text; a content has a part that is none: {part!r:.100}"
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_content", reason)
+            raise RefusedError("invalid_content", reason)
     try:
         found = as_template(messages)
         for one in found:
             check_depth(one)
     except UNREADABLE as error:
-        reason = f"messages cannot be read: {error!r:.200}"
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_messages", reason) from error
+        raise RefusedError("invalid_messages", f"messages cannot be read: {error!r:.200}") from error
     return found
 
 
 def _tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", "tools is no list of tools.")
+        raise RefusedError("invalid_tools", "tools is no list of tools.")
     try:
         check_depth(tools)
         return tuple(tool_schemas(encodable(tools)))
     except ValueError as error:  # ConfigError is one
-        raise RefusedError(HTTPStatus.BAD_REQUEST, "invalid_tools", str(error)) from error
+        raise RefusedError("invalid_tools", str(error)) from error
 
 
 def completion(request: ChatRequest, model: str, with_logprobs: bool) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Ending(StrEnum):
 
 
 _BY_ITSELF = (Ending.DONE, Ending.TOOL_CALLS)
+"""Rather than for want of turns, tokens or an answer."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,6 @@ class Episode:
     tool_failures: int  # of them, those that failed
     malformed: int  # turns whose tool calls could not be read
     environment: Environment  # as it is after the end
-
-    @property
-    def finished(self) -> bool:
-        """Whether it ended by itself, rather than for want of turns, tokens or an answer."""
-        return self.ending in _BY_ITSELF
 
 
 def seen_since(messages: Sequence[Message]) -> int:

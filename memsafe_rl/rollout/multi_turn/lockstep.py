@@ -321,9 +321,8 @@ def opened(prompt: Any, seen: Observation) -> list[Message]:
     """Puts the first observation behind a prompt, as TRL does: a text, or parts, behind its last message's own."""
     if isinstance(seen, Rewritten):
         return observed(seen)
-    messages: list[Message] = (
-        [{"role": "user", "content": encodable(prompt)}] if isinstance(prompt, str) else _copied(prompt)
-    )
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or ()
+    messages: list[Message] = encodable(list(asked))
     if messages and messages[-1]["role"] == "user" and (isinstance(seen, str) or are_parts(seen)):
         both = [messages[-1]["content"], encodable(seen)]
         if not all(isinstance(one, str) for one in both):
@@ -345,11 +344,7 @@ def observed(seen: Observation) -> list[Message]:
         isinstance(message, Mapping) and "role" in message for message in seen
     ):
         raise unusable("environment/seen", seen=seen)
-    return _copied(seen)
-
-
-def _copied(messages: Any) -> list[Message]:
-    return [encodable(message) for message in messages or ()]
+    return [encodable(message) for message in seen]
 
 
 def _drawn(

@@ -157,8 +157,7 @@ class Step:
     reward: float = 0.0
 
     def __post_init__(self) -> None:
-        done: object = self.done
-        unusable.when(isinstance(done, str), "step/done", done=done)
+        unusable.when(isinstance(self.done, str), "step/done", done=self.done)
         try:
             operator.index(self.failures)
         except TypeError as error:

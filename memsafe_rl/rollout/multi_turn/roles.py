@@ -10,7 +10,6 @@ from typing import Any
 from peft import PeftModel
 from torch import nn
 
-from memsafe_rl.accounting import weights_of
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.models.module_state import peft_adapter_on, replaced
 from memsafe_rl.rollout import refusal
@@ -71,11 +70,6 @@ class ModelRoles:
     def models(self) -> list[nn.Module]:
         """The different models, the trained one first."""
         return [adapter.model for adapter in self._models.values()]
-
-    def weight_bytes(self) -> int:
-        """Counts the bytes of all weights, each storage once."""
-        stores = {w.untyped_storage().data_ptr(): w.untyped_storage().nbytes() for w in weights_of(*self.models)}
-        return sum(stores.values())
 
     @contextmanager
     def acting(self, role: str) -> Iterator[ModelAdapter]:

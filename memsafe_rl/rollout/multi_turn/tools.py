@@ -98,7 +98,7 @@ class ToolEnvironment(Environment):
     def _call(self, call: ToolCall) -> Any:
         function = self._functions.get(call.name)
         if function is None:
-            return _Failed(f"Unknown tool {call.name!r}; there are {', '.join(sorted(self._functions))}.")
+            return _Failed(error=f"Unknown tool {call.name!r}; there are {', '.join(sorted(self._functions))}.")
         try:
             return function(**call.arguments)
         except (Exception, SystemExit) as error:  # what runs a model's code may meet its exit()
@@ -143,10 +143,7 @@ class MethodEnvironment(Environment):
 
 
 class _Failed(dict[str, str]):
-    """The result of a call that failed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(error=reason)
+    """The result of a call that failed: why, under ``error``."""
 
 
 async def _without_exit(result: Awaitable[Any]) -> Any:
@@ -161,9 +158,9 @@ def _failed(error: BaseException) -> _Failed:
     if is_out_of_memory(error):
         raise error
     try:
-        return _Failed(str(error))
+        return _Failed(error=str(error))
     except Exception:
-        return _Failed(type(error).__name__)
+        return _Failed(error=type(error).__name__)
 
 
 def _told(calls: Sequence[ToolCall], results: Sequence[Any]) -> Step:

@@ -51,10 +51,9 @@ class CallableUser(User):
     patience: TimeoutPolicy = _ENDLESS
 
     def __post_init__(self) -> None:
-        patience: object = self.patience
         refusal.when(not callable(self.reply), "user/reply", given=self.reply)
-        patient = isinstance(patience, TimeoutPolicy)
-        refusal.when(not patient, "user/patience", given=patience, kind=type(patience).__name__)
+        patient, kind = isinstance(self.patience, TimeoutPolicy), type(self.patience).__name__
+        refusal.when(not patient, "user/patience", given=self.patience, kind=kind)
         object.__setattr__(self, "stops", _checked_stops(self.stops))
 
     def answer(self, messages: list[Message]) -> Any:
@@ -108,7 +107,7 @@ class ModelUser(User):
     temperature: float | None = None
 
     def __post_init__(self) -> None:
-        most: object = self.max_tokens
+        most = self.max_tokens
         counts = isinstance(most, int) and not isinstance(most, bool) and most >= 1
         refusal.when(not isinstance(self.system, str) and not callable(self.system), "user/system", given=self.system)
         refusal.when(not isinstance(self.role, str), "user/role", given=self.role)
@@ -118,8 +117,7 @@ class ModelUser(User):
     def instructions(self, example: Mapping[str, Any]) -> str:
         """Returns what the user is told in an episode, as a system message."""
         told = self.system if isinstance(self.system, str) else self.system(example)
-        given: object = told
-        unusable.when(not isinstance(given, str), "user/told", told=given, kind=type(given).__name__)
+        unusable.when(not isinstance(told, str), "user/told", told=told, kind=type(told).__name__)
         return told
 
     def manner(self) -> ModelUser:

@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,14 +22,7 @@ from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.models.adapter import ModelAdapter
 from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import Progress
-from memsafe_rl.rollout.native.sequences import (
-    Drawer,
-    LiveSequence,
-    Streams,
-    begin_sequences,
-    checked_limits,
-    draw_next,
-)
+from memsafe_rl.rollout.native.sequences import Drawer, LiveSequence, Streams, draw_next
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
 
 _say_once = functools.cache(logging.getLogger(__name__).warning)
@@ -48,20 +40,12 @@ _HONOURED = (
 
 def generate_by_transformers(
     adapter: ModelAdapter,
-    prompts: Sequence[Tensor],
-    keys: Sequence[Sequence[SequenceKey]],
-    settings: SamplingSettings,
+    sequences: Sequence[LiveSequence],
+    draw: Drawer,
     attempt: Attempt[RolloutPlan],
     progress: Progress | None = None,
-    *,
-    begun: Sequence[Sequence[Completion | None]] | None = None,
-    limits: Sequence[int] | None = None,
-) -> list[Completion]:
-    """Samples completions by `generate`, in waves of one length, for such a network's own padding is not trusted."""
-    limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
-    draw = Drawer(settings, adapter.start_token_id)
-    with host_memory():
-        sequences = begin_sequences(prompts, keys, settings, begun, limits)
+) -> None:
+    """Draws sequences to their ends by `generate`, in waves of one length: such a network pads in no trusted way."""
 
     def run_next(plan: RolloutPlan) -> None:
         check_plan(plan, RolloutPlan)
@@ -71,8 +55,6 @@ def generate_by_transformers(
         attempt(run_next)
         if progress is not None:
             progress(sum(one.ended for one in sequences), len(sequences))
-    with host_memory():
-        return [one.completion(draw.keeps_model_logprobs) for one in sequences]
 
 
 def _next_wave(sequences: Sequence[LiveSequence], adapter: ModelAdapter, plan: RolloutPlan) -> list[LiveSequence]:
@@ -147,11 +129,9 @@ def generate_by_override(
 
 def _configuration(settings: SamplingSettings, longest: int, pad_token_id: int) -> GenerationConfig:
     given = {"max_new_tokens": longest, "eos_token_id": list(settings.eos_token_ids), "pad_token_id": pad_token_id}
-    for field in fields(SamplingSettings)[2:]:
-        value = getattr(settings, field.name)
-        dropped = value != field.default and field.name not in _HONOURED
-        refusal.when(dropped, "engine/setting", name=field.name, value=value, engine="generate")
-        given |= {field.name: value} if value and field.name in _HONOURED else {}
+    for name, value in settings.chosen().items():
+        refusal.when(name not in _HONOURED, "engine/setting", name=name, value=value, engine="generate")
+    given |= {name: value for name in _HONOURED if (value := getattr(settings, name))}
     return GenerationConfig(**{"top_k": 0, **given}, do_sample=settings.temperature > 0)
 
 

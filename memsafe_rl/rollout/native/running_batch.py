@@ -64,24 +64,26 @@ def generate(
     """
     limits = checked_limits(limits, len(prompts), settings.max_new_tokens)
     _check([int(prompt.shape[0]) for prompt in prompts], keys, settings, adapter.geometry, limits)
-    own, told = adapter.own_generate, dict[str, Any](begun=begun, limits=limits)
+    own = adapter.own_generate
     with torch.no_grad(), eval_mode(adapter.model):
         if own:
-            return generate_by_override(adapter, own, prompts, keys, settings, attempt, **told)
-        if not adapter.decodes:
-            return generate_by_transformers(adapter, prompts, keys, settings, attempt, progress, **told)
+            return generate_by_override(adapter, own, prompts, keys, settings, attempt, begun=begun, limits=limits)
         with host_memory():
             sequences = begin_sequences(prompts, keys, settings, begun, limits)
-        batch = _RunningBatch(adapter, sequences, settings, progress, kept)
-        try:
-            while batch.goes_on:
-                attempt(batch.advance, batch.give_up_all)
-            if kept is not None:
-                attempt(batch.drop_ended, batch.give_up_all)
-        finally:
-            batch.give_up()
+        draw = Drawer(settings, adapter.start_token_id)
+        if adapter.decodes:
+            batch = _RunningBatch(adapter, sequences, draw, progress, kept)
+            try:
+                while batch.goes_on:
+                    attempt(batch.advance, batch.give_up_all)
+                if kept is not None:
+                    attempt(batch.drop_ended, batch.give_up_all)
+            finally:
+                batch.give_up()
+        else:
+            generate_by_transformers(adapter, sequences, draw, attempt, progress)
     with host_memory():
-        return [sequence.completion(batch.draw.keeps_model_logprobs) for sequence in sequences]
+        return [sequence.completion(draw.keeps_model_logprobs) for sequence in sequences]
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,13 @@ class _RunningBatch:
         self,
         adapter: ModelAdapter,
         sequences: Sequence[LiveSequence],
-        settings: SamplingSettings,
+        draw: Drawer,
         progress: Progress | None,
         kept: KeptCaches | None = None,
     ) -> None:
         self._caches = kept
         self._kept = None if kept is None else kept.of(adapter)
-        self.draw = Drawer(settings, adapter.start_token_id)
-        self._adapter, self._sequences, self._progress = adapter, sequences, progress
+        self._adapter, self._sequences, self._draw, self._progress = adapter, sequences, draw, progress
         self._order = sorted(range(len(sequences)), key=lambda place: -len(sequences[place].prompt_ids))
         self._longest = max((one.limit for one in sequences), default=0)
         self._told = 0
@@ -146,7 +147,7 @@ class _RunningBatch:
                 assert self._tokens_B is not None, "likewise"
                 self._streams = streams = self._streams or Streams.of(self._rows, self._adapter.device)
                 logits_BV = self._adapter.decode_step(self._state, self._tokens_B)
-                self._tokens_B = draw_next(self.draw, logits_BV, self._rows, streams)
+                self._tokens_B = draw_next(self._draw, logits_BV, self._rows, streams)
                 del logits_BV  # its bytes are free before the next ones are made
         ended = sum(one.ended for one in self._sequences)
         if self._progress is not None and ended > self._told:
@@ -226,7 +227,7 @@ class _RunningBatch:
             logits_BV, state, spread = self._read(wave, prompts, plan)
         rows = list(wave)
         once = Streams.of(rows, self._adapter.device, draws=1)  # those of the batch follow when these have joined it
-        tokens_B = draw_next(self.draw, logits_BV, rows, once)
+        tokens_B = draw_next(self._draw, logits_BV, rows, once)
         del once
         del logits_BV  # its bytes are free before the cache is spread
         going = [place for place, one in enumerate(rows) if not one.ended]

@@ -23,8 +23,6 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.ops.sampling import (
     Draw,
     greedy_tokens,
-    gumbel_noise,
-    hash_fields,
     hash_keys,
     noise_ahead,
     noise_slots,
@@ -184,7 +182,7 @@ def draw_next(draw: Drawer, logits_BV: Tensor, rows: Sequence[LiveSequence], str
     lengths = [len(one.prompt_ids) for one in rows] if draw.needs_prompt_lengths else None
     positions_B = streams.positions()
     noise = streams.noise(logits_BV.shape[1]) if draw.draws else None
-    tokens_B, values_4B = draw(logits_BV, streams.keys_B4, positions_B, histories, lengths, noise)
+    tokens_B, values_4B = draw(logits_BV, positions_B, noise, histories, lengths)
     streams.advance()
     with host_memory():
         values_4B = values_4B.cpu()
@@ -252,8 +250,9 @@ def _most_rows(
     most = min(free, len(waiting))
     if plan.kv_bytes is None:
         return most
-    if not geometry.shares_prompts:
-        return min(most, plan.kv_bytes // max(1, *(row_bytes(one, geometry) for one in waiting)))
+    if not geometry.shares_prompts:  # each row keeps its own prompt
+        longest = max(one.prompt_tokens + one.max_new_tokens for one in waiting)
+        return min(most, plan.kv_bytes // max(1, geometry.kv_bytes(longest)))
     prompts: dict[int, int] = {}
     for count, one in enumerate(waiting[:most]):
         prompts.setdefault(one.prompt, 0 if one.is_kept else geometry.prompt_kv_bytes(waiting[0].prompt_tokens))
@@ -261,11 +260,6 @@ def _most_rows(
         if geometry.batch_kv_bytes(held, rows + count + 1, one.max_new_tokens) > plan.kv_bytes:
             return count
     return most
-
-
-def row_bytes(one: Candidate, geometry: ModelGeometry) -> int:
-    """Counts the cache of a row that keeps its own prompt, as long as it can become."""
-    return geometry.kv_bytes(one.prompt_tokens + one.max_new_tokens)
 
 
 class Drawer:
@@ -290,15 +284,12 @@ class Drawer:
     def __call__(
         self,
         logits_BV: Tensor,
-        keys_B4: Tensor,
         positions_B: Tensor,
+        noise: Noise | None,
         histories: Sequence[Tensor] | None = None,
         prompt_lengths: Sequence[int] | None = None,
-        noise: Noise | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws a token a row; the noise is what `Streams` made of keys and positions, if it did."""
-        if noise is None and self.draws:
-            noise = Noise(gumbel_noise(hash_fields(keys_B4, positions_B), noise_slots(logits_BV.shape[1])))
+        """Draws a token a row, with the noise of `Streams`, or takes the likeliest where `draws` is False."""
         if not self._processors:
             drawn = _choose(logits_BV, noise, self._temperature)
             return drawn.tokens_B, _columns(drawn, drawn.logprobs_B)
@@ -314,18 +305,6 @@ class Drawer:
         if len(parts) == 1:
             return parts[0]
         return torch.cat([tokens for tokens, _ in parts]), torch.cat([values for _, values in parts], 1)
-
-    def process(
-        self,
-        logits_BV: Tensor,
-        positions_B: Tensor,
-        histories: Sequence[Tensor] | None = None,
-        prompt_lengths: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Returns the scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
-        if not self._processors:
-            return logits_BV.float() / self._temperature
-        return self._process(logits_BV, self._rows(positions_B, prompt_lengths or (), histories or ()))
 
     def ends_by_text(self, histories: Sequence[Tensor]) -> list[bool]:
         """Tells which rows' last token completed a stop string, which may begin in the prompt, as in `generate`."""

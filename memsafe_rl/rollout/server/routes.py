@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+from requests.adapters import HTTPAdapter
+from urllib3.util import Retry
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.rollout.external.sampling_support import completion_of, vllm_sampling
@@ -168,6 +170,14 @@ class Server:
         if not answer.ok:
             raise ServerError(f"{self.url}{route} answered {answer.status_code}: {answer.text[:_TOLD]}")
         return answer
+
+
+def connections(threads: int, again: Retry | None = None) -> requests.Session:
+    """Returns a session for so many threads, and for what is asked for again."""
+    session = requests.Session()
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, HTTPAdapter(pool_maxsize=threads, max_retries=again or 0))
+    return session
 
 
 def _check_logprobs(logprobs: Sequence[float]) -> None:

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import requests
 import torch
-from requests.adapters import HTTPAdapter
 from torch import Tensor
 from urllib3.util import Retry
 
 from memsafe_rl.rollout import failure
-from memsafe_rl.rollout.server.routes import Server, ServerError
+from memsafe_rl.rollout.server.routes import Server, ServerError, connections
 
 _THREADS = 32
 _AGAIN = Retry(total=4, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None)
@@ -22,9 +20,7 @@ _AGAIN = Retry(total=4, backoff_factor=0.5, status_forcelist=(429, 500, 502, 503
 
 def taught_logprobs(url: str, timeout: float, rows: Sequence[tuple[list[int], int]]) -> list[Tensor]:
     """Scores rows of tokens, of each so many of the last ones; nats, at a temperature of 1."""
-    with requests.Session() as session, ThreadPoolExecutor(_THREADS) as threads:
-        for scheme in ("http://", "https://"):
-            session.mount(scheme, HTTPAdapter(pool_maxsize=_THREADS, max_retries=_AGAIN))
+    with connections(_THREADS, _AGAIN) as session, ThreadPoolExecutor(_THREADS) as threads:
         server = Server(url.rstrip("/"), timeout, session, vocab_size=0)
         try:
             found = list(threads.map(partial(server.text_logprobs, server.model()), [ids for ids, _ in rows]))

@@ -8,7 +8,6 @@ import pytest
 from memsafe_rl.memory.planning.estimator import update_parts
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, LadderPolicy
 from memsafe_rl.micro_batches import (
-    cut_by_prompt,
     cut_work,
     measure_slices,
     packed_tokens,
@@ -36,10 +35,10 @@ def test_slices_by_hand() -> None:
     work = group_work((10, 4), ((5, 3, 5), (2, 2)))
     assert packed_tokens(work, [0, 1, 2]) == 23
     assert packed_tokens(work, [0, 4]) == 21
-    assert cut_by_prompt(work, 31) == [[0, 2, 1, 3, 4]]
-    assert cut_by_prompt(work, 30) == [[0, 2, 1], [3, 4]]
-    assert cut_by_prompt(work, 22) == [[0, 2], [1, 3, 4]]  # the prompt of the first group comes twice
-    assert cut_by_prompt(work, 1) == [[0], [2], [1], [3], [4]]
+    assert cut_work(work, 31, packed=True) == [[0, 2, 1, 3, 4]]
+    assert cut_work(work, 30, packed=True) == [[0, 2, 1], [3, 4]]
+    assert cut_work(work, 22, packed=True) == [[0, 2], [1, 3, 4]]  # the prompt of the first group comes twice
+    assert cut_work(work, 1, packed=True) == [[0], [2], [1], [3], [4]]
     assert measure_slices(work, 22, packed=True) == (21, 10, 2, 41)
     assert cut_work(replace(work, prompts=()), 30, packed=True) == cut_work(work, 30, packed=False)
 
@@ -61,7 +60,7 @@ def test_slices_are_those_of_plain_first_fit() -> None:
                 else:
                     slices.append(list(rows))
                     room.append(budget - tokens)
-            assert cut_by_prompt(work, budget) == slices
+            assert cut_work(work, budget, packed=True) == slices
 
 
 def filled(work: UpdateWork, budget: int) -> list[tuple[int, list[int]]]:
@@ -84,7 +83,7 @@ def test_every_row_is_cut_once_within_the_budget(seed: int) -> None:
     prompts = tuple(rng.randint(1, 60) for _ in range(6))
     work = group_work(prompts, tuple(tuple(rng.randint(1, 40) for _ in range(rng.randint(1, 9))) for _ in prompts))
     for budget in (1, 50, 120, 400, 10_000):
-        slices = cut_by_prompt(work, budget)
+        slices = cut_work(work, budget, packed=True)
         assert sorted(row for rows in slices for row in rows) == list(range(len(work.prompts)))
         assert all(len(rows) == 1 or packed_tokens(work, rows) <= budget for rows in slices)
         measured = measure_slices(work, budget, packed=True)

@@ -73,7 +73,7 @@ def test_one_sequence_holds_an_episode_whose_prompts_extend_each_other() -> None
     drawn = segment.completion.logprobs[segment.mask.bool()]
     assert drawn.tolist() == [-1, -2, -3, -4, -5, -1, -2, -3, -4, -5, -6]
     assert segment.completion.logprobs[~segment.mask.bool()].eq(0).all()
-    assert (episode.ending, episode.finished, episode.turns) == (Ending.DONE, True, 2)
+    assert (episode.ending, episode.segments[-1].completion.finished, episode.turns) == (Ending.DONE, True, 2)
     assert [message["content"] for message in episode.messages] == ["left", "1: le", "right", "2: ri"]
     assert [message["content"] for message in episode.prompt] == ["q0 [5]"]
     assert environment.heard == [*episode.prompt, *episode.messages]
@@ -311,7 +311,7 @@ def test_a_user_may_open_and_stop() -> None:
     assert [message["content"] for message in episode.prompt] == ["be kind", "hello"]
     assert [message["content"] for message in episode.messages] == ["ok", "bye ###STOP###"]
     assert tokenizer.decode(episode.segments[0].condition).endswith("user: hello<eos>\nassistant: ")
-    assert episode.finished
+    assert episode.segments[-1].completion.finished
 
 
 def test_a_user_that_stops_at_once_leaves_nothing_to_learn_from() -> None:
@@ -333,7 +333,7 @@ def test_slow_users_are_waited_for_as_long_as_their_patience_says() -> None:
     patience = TimeoutPolicy(0.02, retries=1, gives_none=True)
     user = CallableUser(reply, patience=patience)
     (episode,) = play([beginning(Echo(user=user))], table(tokenizer, says(tokenizer, {})))
-    assert (episode.ending, episode.finished, asked) == (Ending.USER, False, [2, 2])
+    assert (episode.ending, episode.segments[-1].completion.finished, asked) == (Ending.USER, False, [2, 2])
     user = CallableUser(reply, patience=TimeoutPolicy(0.02))
     with pytest.raises(UserTimeoutError, match=r"within 0.02 seconds, asked 1 time"):
         play([beginning(Echo(user=user))], table(tokenizer, says(tokenizer, {})))
@@ -427,14 +427,14 @@ def played(agent_says: tuple[str, ...], steps: int = 9, user: Any = None, **limi
 
 def test_a_turn_that_is_too_long_cuts_the_episode() -> None:
     _, episode = played(("left", "a long way"), turn_tokens=5)
-    assert (episode.ending, episode.finished, episode.turns) == (Ending.TURN, False, 2)
+    assert (episode.ending, episode.segments[-1].completion.finished, episode.turns) == (Ending.TURN, False, 2)
     assert episode.segments[0].mask[-5:].all()
     assert not episode.segments[0].completion.finished
 
 
 def test_the_last_action_of_an_episode_is_carried_out() -> None:
     _, episode = played(("left", "right"), turns=2)
-    assert (episode.ending, episode.finished) == (Ending.TURNS, False)
+    assert (episode.ending, episode.segments[-1].completion.finished) == (Ending.TURNS, False)
     assert episode.messages[-1]["content"] == "2: ri"
 
 
@@ -457,7 +457,8 @@ def test_an_observation_that_leaves_no_room_is_taken_back(limit: str) -> None:
 
 def test_tool_calls_are_answered_so_often_and_no_more() -> None:
     _, episode = played((CALL, CALL, CALL), tools=True, tool_rounds=2, completion_tokens=400)
-    assert (episode.ending, episode.finished, episode.tool_calls, episode.turns) == (Ending.TOOL_CALLS, True, 2, 3)
+    assert (episode.ending, episode.tool_calls, episode.turns) == (Ending.TOOL_CALLS, 2, 3)
+    assert episode.segments[-1].completion.finished
     _, none = played((CALL,), tools=True, tool_rounds=0)
     assert (none.ending, none.tool_calls) == (Ending.TOOL_CALLS, 0)
 

@@ -126,7 +126,7 @@ def test_tau2s_half_duplex() -> None:
     ]
     assert customer.heard == ["Hi! How can I help you today?", "here you are"]  # nothing of the tools
     assert [call[:2] for call in shop.asked] == [("call_1", "sell"), ("call_2", "sell")]
-    assert (episode.tool_calls, episode.tool_failures, episode.finished) == (2, 1, True)
+    assert (episode.tool_calls, episode.tool_failures, episode.segments[-1].completion.finished) == (2, 1, True)
     assert environment.reward() == 1.0
     # the greeting is no word of the model's: it stands in the prompt
     assert "Hi! How can I help" in tokenizer.decode(episode.segments[0].condition)

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.simulated.device import SimulatedMemory
+from memsafe_rl.models.geometry import weight_bytes
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.rollout.multi_turn.roles import ModelKey, ModelRoles, key_of
 from memsafe_rl.types import SequenceKey
@@ -86,7 +87,7 @@ def test_all_roles_have_the_same_storages() -> None:
     assert pointers[0] == pointers[1] == pointers[2]
     held = [*model.parameters(), *model.buffers()]
     once = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
-    assert hub.weight_bytes() == once
+    assert weight_bytes(*hub.models) == once
 
 
 def test_a_second_model_is_loaded_once_for_all_its_roles() -> None:

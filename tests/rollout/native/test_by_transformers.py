@@ -25,8 +25,9 @@ from memsafe_rl.memory.runtime.recovery import under
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter, check_head
 from memsafe_rl.rollout.native import running_batch as native
 from memsafe_rl.rollout.native.by_transformers import generate_by_transformers
-from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, text_stops
+from memsafe_rl.rollout.native.sequences import Drawer, begin_sequences, key_tensor, text_stops
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
+from tests.rollout.plainly import draw_from
 from tests.tiny import PAD_ID, tiny_config, tiny_model, tiny_tokenizer
 
 VOCAB = 97
@@ -93,6 +94,21 @@ def keys(group: int = 3) -> list[list[SequenceKey]]:
     return [[SequenceKey(3, 1, prompt, sample) for sample in range(group)] for prompt in range(5)]
 
 
+def by_waves(
+    adapter: CausalLMAdapter,
+    prompts: list[Tensor],
+    keys: list[list[SequenceKey]],
+    settings: SamplingSettings,
+    attempt: Any,
+    progress: Any = None,
+    begun: Any = None,
+) -> list[Completion]:
+    sequences = begin_sequences(prompts, keys, settings, begun, [settings.max_new_tokens] * len(prompts))
+    drawer = Drawer(settings, adapter.start_token_id)
+    generate_by_transformers(adapter, sequences, drawer, attempt, progress)
+    return [one.completion(drawer.keeps_model_logprobs) for one in sequences]
+
+
 def alone(adapter: CausalLMAdapter, settings: SamplingSettings, group_size: int = 3) -> list[Completion]:
     """Every row by itself, without a cache."""
     drawer, rows = Drawer(settings), []
@@ -102,7 +118,9 @@ def alone(adapter: CausalLMAdapter, settings: SamplingSettings, group_size: int 
             for position in range(settings.max_new_tokens):
                 with torch.no_grad():
                     logits = adapter.model(ids[None], use_cache=False).logits[:, -1]
-                token, value = drawer(logits, key_tensor([key]), torch.tensor([position]), [ids], [len(prompt)])
+                token, value = draw_from(
+                    drawer, logits, key_tensor([key]), torch.tensor([position]), [ids], [len(prompt)]
+                )
                 ids, values = torch.cat([ids, token]), torch.cat([values, value], 1)
                 if int(token) in settings.eos_token_ids:
                     break
@@ -158,7 +176,7 @@ def test_tokens_are_those_of_rows_alone_in_any_wave(adapters: Callable[[str], Ca
         assert len({len(row.ids) for row in expected}) > 2
         for plan in (RolloutPlan(), RolloutPlan(rows_in_flight=1), RolloutPlan(rows_in_flight=4, prefill_tokens=12)):
             told = Told()
-            assert_alike(generate_by_transformers(adapter, prompts(), keys(2), settings, under(plan), told), expected)
+            assert_alike(by_waves(adapter, prompts(), keys(2), settings, under(plan), told), expected)
             assert told[-1] == (10, 10)
 
 
@@ -196,7 +214,7 @@ def test_it_equals_the_librarys_own_decoding(changes: dict[str, Any]) -> None:
     adapter.model.generation_config = GenerationConfig(suppress_tokens=list(range(80)), num_beams=3, eos_token_id=11)
     settings, plan = replace(SETTINGS, **changes), under(RolloutPlan(rows_in_flight=4))
     ours = native.generate(adapter, prompts(), keys(), settings, plan)
-    assert_alike(generate_by_transformers(adapter, prompts(), keys(), settings, plan), ours)
+    assert_alike(by_waves(adapter, prompts(), keys(), settings, plan), ours)
     assert adapter.model.generation_config.num_beams == 3
 
 
@@ -204,13 +222,13 @@ def test_it_equals_the_librarys_own_decoding(changes: dict[str, Any]) -> None:
 def test_what_was_begun_is_gone_on_with(adapters: Callable[[str], CausalLMAdapter]) -> None:
     adapter = adapters("mamba")
     settings = replace(SETTINGS, repetition_penalty=1.3, encoder_no_repeat_ngram_size=2, min_new_tokens=7)
-    whole = generate_by_transformers(adapter, prompts(), keys(), settings, under(RolloutPlan()))
+    whole = by_waves(adapter, prompts(), keys(), settings, under(RolloutPlan()))
     partly = replace(settings, max_step_tokens=5)
-    first = generate_by_transformers(adapter, prompts(), keys(), partly, under(RolloutPlan()))
+    first = by_waves(adapter, prompts(), keys(), partly, under(RolloutPlan()))
     assert {len(row.ids) for row in first} == {5}
     rows: Iterator[Completion] = iter(first)
     begun = [[next(rows) for _ in group] for group in keys()]
-    second = generate_by_transformers(adapter, prompts(), keys(), settings, under(RolloutPlan()), begun=begun)
+    second = by_waves(adapter, prompts(), keys(), settings, under(RolloutPlan()), begun=begun)
     assert_alike(second, whole)
 
 
@@ -228,7 +246,7 @@ def test_waves_keep_to_the_plan_and_hold_rows_of_one_length(adapters: Callable[[
             (RolloutPlan(kv_bytes=1), 1),
         ):
             shapes.clear()
-            generate_by_transformers(adapter, prompts(), keys(), SETTINGS, under(plan))
+            by_waves(adapter, prompts(), keys(), SETTINGS, under(plan))
             read = [tuple(shape) for shape in shapes if shape[1] > 1]
             assert sum(rows for rows, _ in read) == 15
             assert max(rows for rows, _ in read) <= most
@@ -242,7 +260,7 @@ def test_a_wave_that_runs_out_of_memory_is_repeated_and_leaves_nothing(
     adapters: Callable[[str], CausalLMAdapter],
 ) -> None:
     adapter = adapters("own_cache_only")
-    expected = generate_by_transformers(adapter, prompts(), keys(), SETTINGS, under(RolloutPlan()))
+    expected = by_waves(adapter, prompts(), keys(), SETTINGS, under(RolloutPlan()))
     own, calls, caches = adapter.model.generation_config, [0], []
 
     def forward(_: Any, args: Any, kwargs: Any) -> None:
@@ -266,7 +284,7 @@ def test_a_wave_that_runs_out_of_memory_is_repeated_and_leaves_nothing(
     hook = adapter.model.register_forward_pre_hook(forward, with_kwargs=True)
     settings = replace(SETTINGS, max_new_tokens=5)
     try:
-        got = generate_by_transformers(adapter, prompts(), keys(), settings, attempt)
+        got = by_waves(adapter, prompts(), keys(), settings, attempt)
     finally:
         hook.remove()
     assert retries > 2
@@ -297,7 +315,7 @@ def test_it_is_said_once_and_a_network_without_any_way_is_refused(caplog: pytest
 def test_rows_without_a_token_to_draw_are_refused(adapters: Callable[[str], CausalLMAdapter]) -> None:
     settings = replace(SETTINGS, suppress_tokens=tuple(range(VOCAB)))
     with pytest.raises(MemsafeError, match=r"prompt 1, sample 0.*forbid every token"):
-        generate_by_transformers(adapters("mamba"), prompts(), keys(), settings, under(RolloutPlan()))
+        by_waves(adapters("mamba"), prompts(), keys(), settings, under(RolloutPlan()))
 
 
 def test_a_generate_in_transformers_place_draws_and_its_rows_end_where_they_should() -> None:

@@ -14,6 +14,7 @@ from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.rollout.native import sequences
 from memsafe_rl.rollout.native.sequences import Drawer, key_tensor, refuse_broken, text_stops
 from memsafe_rl.types import SamplingSettings, SequenceKey
+from tests.rollout.plainly import draw_from
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 
 VOCAB = 64
@@ -148,6 +149,15 @@ def by_generate(model: Any, prompt: Tensor, theirs: dict[str, Any], **how: Any) 
     return model.generate(prompt[None], generation_config=config, **given)
 
 
+def scores_of(
+    drawer: Drawer, logits: Tensor, positions: Tensor, histories: Sequence[Tensor] = (), lengths: Sequence[int] = ()
+) -> Tensor:
+    """The scores whose softmax is sampled from, or, with temperature 0, whose greatest is taken."""
+    if not drawer._processors:
+        return logits.float() / drawer._temperature
+    return drawer._process(logits, drawer._rows(positions, lengths, histories))
+
+
 @pytest.mark.slow_after(10)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", [*(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 0.0)), 0.6])
@@ -168,7 +178,7 @@ def test_scores_equal_those_of_generate(models: dict[str, Any], case: str, tempe
     drawer = Drawer(settings)
     given = torch.stack(logits)
     before = given.clone()
-    got = drawer.process(given, torch.tensor(positions), histories, lengths)
+    got = scores_of(drawer, given, torch.tensor(positions), histories, lengths)
     assert torch.equal(given, before)
     expected = torch.stack(scores)
     assert len(expected) > 8
@@ -186,7 +196,8 @@ def decode(model: Any, prompts: Sequence[Tensor], settings: SamplingSettings, ke
         with torch.no_grad():
             logits = torch.stack([model(rows[row][None]).logits[0, -1] for row in alive])
         histories = [rows[row] for row in alive]
-        tokens, values = drawer(
+        tokens, values = draw_from(
+            drawer,
             logits,
             keys_B4[alive],
             torch.full((len(alive),), step),
@@ -239,16 +250,16 @@ def test_a_draw_does_not_depend_on_the_rows_around(
 ) -> None:
     drawer = Drawer(replace(BASE, temperature=temperature, **CASES[case][0]))
     logits, keys, positions, histories, lengths = ragged()
-    tokens, values = drawer(logits, keys, positions, histories, lengths)
+    tokens, values = draw_from(drawer, logits, keys, positions, histories, lengths)
     assert values.shape == (4, len(logits))
     assert values.isfinite().all()
     for row in (0, 17, 39):
         one = slice(row, row + 1)
-        alone, alone_values = drawer(logits[one], keys[one], positions[one], histories[one], lengths[one])
+        alone, alone_values = draw_from(drawer, logits[one], keys[one], positions[one], histories[one], lengths[one])
         assert alone.tolist() == tokens[one].tolist()
         torch.testing.assert_close(alone_values, values[:, one], rtol=1e-6, atol=1e-6)  # float32 sums of 64 numbers
     monkeypatch.setattr(sequences, "_TILE_ELEMENTS", 7 * VOCAB)
-    tiled, tiled_values = drawer(logits, keys, positions, histories, lengths)
+    tiled, tiled_values = draw_from(drawer, logits, keys, positions, histories, lengths)
     assert tiled.tolist() == tokens.tolist()
     torch.testing.assert_close(tiled_values, values, rtol=1e-6, atol=1e-6)
 
@@ -258,7 +269,7 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(mass: float) ->
     """Rows from peaked to flat: those with a nucleus of few tokens are not sorted, the others are."""
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(12, 6000, generator=generator) * torch.linspace(0.01, 9, 12)[:, None]
-    got = Drawer(replace(BASE, top_p=mass)).process(logits, torch.zeros(12, dtype=torch.int64))
+    got = scores_of(Drawer(replace(BASE, top_p=mass)), logits, torch.zeros(12, dtype=torch.int64))
     expected = TopPLogitsWarper(mass)(torch.empty(0), logits)
     sizes = expected.isfinite().sum(1)
     assert sizes.min() < 100
@@ -272,11 +283,11 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(mass: float) ->
 def test_log_probs_are_of_the_distribution_sampled_from_and_of_the_model() -> None:
     drawer = Drawer(replace(BASE, temperature=0.5, top_k=5, repetition_penalty=1.4))
     logits, keys, positions, histories, lengths = ragged()
-    tokens, values = drawer(logits, keys, positions, histories, lengths)
-    processed = drawer.process(logits, positions, histories, lengths).log_softmax(1)
+    tokens, values = draw_from(drawer, logits, keys, positions, histories, lengths)
+    scores = scores_of(drawer, logits, positions, histories, lengths).log_softmax(1)
     own = (logits / 0.5).log_softmax(1)
     index = tokens[:, None]
-    torch.testing.assert_close(values[1].float(), processed.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(values[1].float(), scores.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(values[2].float(), own.gather(1, index)[:, 0], rtol=1e-5, atol=1e-5)
     assert (values[1] > values[2] + 1e-3).any()
 
@@ -293,8 +304,8 @@ def test_sampling_follows_the_processed_distribution() -> None:
     history, positions = torch.tensor([11, 12, 4]), torch.zeros(count, dtype=torch.int64)
     keys = key_tensor([SequenceKey(7, 1, row, 0) for row in range(count)])
     histories, lengths = [history] * count, [3] * count
-    tokens, _ = drawer(logits, keys, positions, histories, lengths)
-    probs = drawer.process(logits[:1], positions[:1], histories[:1], lengths[:1])[0].double().softmax(0)
+    tokens, _ = draw_from(drawer, logits, keys, positions, histories, lengths)
+    probs = scores_of(drawer, logits[:1], positions[:1], histories[:1], lengths[:1])[0].double().softmax(0)
     seen = torch.bincount(tokens, minlength=VOCAB).double()
     assert seen[probs == 0].sum() == 0
     assert 0 < (probs == 0).sum() < VOCAB - 10
@@ -320,7 +331,7 @@ def test_without_history_no_value_of_a_tensor_is_read() -> None:
             continue
         empty = torch.empty(3, VOCAB, device="meta")
         positions = torch.empty(3, dtype=torch.int64, device="meta")
-        tokens, values = drawer(empty, torch.empty(3, 4, dtype=torch.int64, device="meta"), positions)
+        tokens, values = draw_from(drawer, empty, torch.empty(3, 4, dtype=torch.int64, device="meta"), positions)
         assert tokens.shape == (3,)
         assert values.shape == (4, 3)
 
@@ -330,11 +341,11 @@ def test_processors_that_forbid_every_token_are_named(temperature: float) -> Non
     drawer = Drawer(replace(BASE, temperature=temperature, suppress_tokens=tuple(range(VOCAB))))
     logits, keys, positions, *_ = ragged(3)
     names = [SequenceKey(1, 2, row, 3) for row in range(3)]
-    _, values = drawer(logits, keys, positions)
+    _, values = draw_from(drawer, logits, keys, positions)
     with pytest.raises(MemsafeError, match=r"prompt 0, sample 3 \(3 of 3 rows\).*forbid every token.*suppress_tokens"):
         refuse_broken(values, names, positions.tolist())
     logits[1] = torch.nan
-    _, values = Drawer(replace(BASE, temperature=temperature))(logits, keys, positions)
+    _, values = draw_from(Drawer(replace(BASE, temperature=temperature)), logits, keys, positions)
     with pytest.raises(MemsafeError, match=r"prompt 1, sample 3 \(1 of 3 rows\).*NaN.*learning rate"):
         refuse_broken(values, names, positions.tolist())
     refuse_broken(values[:, [0, 2]], [names[0], names[2]], [0, 0])
@@ -355,7 +366,7 @@ def test_a_score_that_grows_beyond_float32_makes_its_token_certain(certain: dict
     logits, keys, *_ = ragged(3)
     logits[:, EOS_ID] = torch.tensor([-20.0, 0.5, 20.0])
     positions = torch.full((3,), 1000)
-    tokens, values = drawer(logits, keys, positions, [torch.full((1003,), 7)] * 3, [3] * 3)
+    tokens, values = draw_from(drawer, logits, keys, positions, [torch.full((1003,), 7)] * 3, [3] * 3)
     assert tokens.tolist() == [EOS_ID] * 3
     refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
     assert values[1].tolist() == [0.0] * 3
@@ -364,7 +375,7 @@ def test_a_score_that_grows_beyond_float32_makes_its_token_certain(certain: dict
 def test_processors_that_raise_a_token_to_infinity_are_named() -> None:
     drawer = Drawer(replace(BASE, logits_processor=(lambda _, scores: scores / 0.0,)))
     logits, keys, positions, histories, lengths = ragged(3)
-    _, values = drawer(logits, keys, positions, histories, lengths)
+    _, values = draw_from(drawer, logits, keys, positions, histories, lengths)
     with pytest.raises(MemsafeError, match=r"raise one to infinity.*sequence_bias.*exponential_decay_length_penalty"):
         refuse_broken(values, [SequenceKey(1, 2, row, 3) for row in range(3)], positions.tolist())
 
@@ -372,7 +383,7 @@ def test_processors_that_raise_a_token_to_infinity_are_named() -> None:
 def test_invalid_values_are_removed() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 4], logits[0, 5] = torch.nan, torch.inf, -torch.inf
-    scores = Drawer(replace(BASE, remove_invalid_values=True)).process(logits, torch.zeros(1, dtype=torch.int64))
+    scores = scores_of(Drawer(replace(BASE, remove_invalid_values=True)), logits, torch.zeros(1, dtype=torch.int64))
     assert scores[0, 3:6].tolist() == [0.0, torch.finfo().max, torch.finfo().min]
 
 
@@ -385,12 +396,12 @@ def test_wrong_processors_are_refused() -> None:
         ("top_p", "cannot be called"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Drawer(replace(BASE, logits_processor=(given,)))(logits, keys, positions, histories, lengths)
+            draw_from(Drawer(replace(BASE, logits_processor=(given,))), logits, keys, positions, histories, lengths)
     for wrong in ({"top_p": -0.5}, {"top_h": 2.0}, {"eta_cutoff": 1.0}, {"repetition_penalty": -1.0}):
         with pytest.raises(ConfigError):
-            Drawer(replace(BASE, **wrong))(logits, keys, positions, histories, lengths)
+            draw_from(Drawer(replace(BASE, **wrong)), logits, keys, positions, histories, lengths)
     with pytest.raises(ConfigError, match="names token 64; the vocabulary has 64"):
-        Drawer(replace(BASE, bad_words_ids=((64,),)))(logits, keys, positions)
+        draw_from(Drawer(replace(BASE, bad_words_ids=((64,),))), logits, keys, positions)
 
 
 PAIRS = tiny_tokenizer(320)

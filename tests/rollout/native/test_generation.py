@@ -14,7 +14,7 @@ from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.sampling import noise_ahead
 from memsafe_rl.rollout.native import sequences
 from memsafe_rl.rollout.native.running_batch import generate as generate_under
-from memsafe_rl.rollout.native.sequences import Candidate, admit, row_bytes
+from memsafe_rl.rollout.native.sequences import Candidate, admit
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 from tests.rollout.fake_adapter import FakeAdapter, FakeState
 from tests.rollout.plainly import generate
@@ -347,7 +347,7 @@ def test_rows_join_as_far_as_the_plan_goes(
         # A group is parted only if it is alone.
         assert len(unique) == 1 or count == len(waiting) or waiting[count].prompt not in unique
     else:
-        assert kv_bytes is None or count * row_bytes(chosen[0], geometry) <= kv_bytes
+        assert kv_bytes is None or count * geometry.kv_bytes(chosen[0].prompt_tokens + 10) <= kv_bytes
 
 
 def test_batches_that_nothing_joins_are_of_even_size() -> None:
