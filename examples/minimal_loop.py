@@ -37,7 +37,7 @@ def train(parts: Parts) -> RunState:
     for _ in track(range(setup.planned_steps), description="GRPO"):
         setup.memory.step = state.step
         if state.rollout is None:  # prompts, completions, rewards, advantages, reference and old log-probs
-            state.rollout = collect(collector, state, learner.later_rows(state.cursor))
+            state.rollout = collect(collector, state, learner.later_samples(state.cursor))
         result = learner.step(state)  # the gradient, over micro-batches that the memory policy cuts
         learner.commit(state.step)  # the weights move
         state.rollout = result.rollout

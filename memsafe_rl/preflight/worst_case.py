@@ -27,7 +27,7 @@ from memsafe_rl.ops.sampling import noise_slots
 from memsafe_rl.preflight import unusable
 from memsafe_rl.preflight.fake.device import host_numbers
 from memsafe_rl.preflight.synthetic import chains, embedded_prompts, lay_down
-from memsafe_rl.preflight.worst_rows import later_rows, steps_of, tried_places, widest_slices, worst_step
+from memsafe_rl.preflight.worst_rows import later_samples, steps_of, tried_places, widest_slices, worst_step
 from memsafe_rl.rollout.native.running_batch import generate
 from memsafe_rl.rollout.native.sequences import Candidate, admit, noise_steps
 from memsafe_rl.rollout.scoring import score_all, value_all
@@ -412,7 +412,7 @@ class Probe:
         setup, rollout, adapter = self.setup, self.longest.rollout, self._adapter
         first = UpdatePlan.logprob_tile  # before there is a plan
         before = max(tile, first) if rollout is None else tile if rollout else first
-        self._score_unrewarded(trajectory, later_rows(setup, rollout), before)
+        self._score_unrewarded(trajectory, later_samples(setup, rollout), before)
         steps = [step.rows for step in steps_of(setup, trajectory, rollout)]
         # All steps of a rollout but the first are scored after the update of another one.
         for sets, own in [(steps[:1], before), (steps[1:], tile)] if rollout == 0 else [(steps, before)]:

@@ -113,7 +113,7 @@ def steps_of(setup: TrainingSetup, trajectory: Trajectory, rollout: int | None =
     return list(found.values())
 
 
-def later_rows(setup: TrainingSetup, rollout: int | None = None) -> list[list[int]]:
+def later_samples(setup: TrainingSetup, rollout: int | None = None) -> list[list[int]]:
     """Returns the rows of rollouts that are not learnt from in their first step, but after weights have moved."""
     config = setup.config
     if config.updates_per_epoch < 2:

@@ -101,7 +101,7 @@ class Collector:
         samples, consumed = self._refill(samples, drawn.consumed, state)
         return replace(drawn, samples=samples, pending=None, consumed=consumed)
 
-    def score(self, drawn: Drawn, later_rows: Sequence[int]) -> Trajectory:
+    def score(self, drawn: Drawn, later_samples: Sequence[int]) -> Trajectory:
         """Stores the samples as a trajectory and scores what needs no rewards, which may still be under way."""
         samples, scorer = drawn.samples, self.scorer
         try:
@@ -117,14 +117,14 @@ class Collector:
                     or not (samples.external or any(samples.stale)),
                 )
             trajectory = scorer.with_sources(trajectory)
-            trajectory = scorer.score_unrewarded(trajectory, later_rows, external=samples.external)
+            trajectory = scorer.score_unrewarded(trajectory, later_samples, external=samples.external)
             return scorer.score_stale(trajectory, samples)
         except BaseException:
             if drawn.pending is not None:
                 drawn.pending.cancel()
             raise
 
-    def assign(self, drawn: Drawn, trajectory: Trajectory, later_rows: Sequence[int]) -> Rollout:
+    def assign(self, drawn: Drawn, trajectory: Trajectory, later_samples: Sequence[int]) -> Rollout:
         """Turns rewards into advantages, group by group; rows trained on after weights moved get old log-probs."""
         samples = drawn.samples
         advantages = self._repeat(self._advantages, samples)
@@ -134,7 +134,7 @@ class Collector:
             trajectory, credited = self._repeat(self._setup.advantages.assign, trajectory, rewards_B, size)
         if not trajectory.sample_of_row:
             advantages = replace(advantages, advantages_B=trajectory.advantages)
-        trajectory = self.scorer.score_later(trajectory, later_rows, external=samples.external)
+        trajectory = self.scorer.score_later(trajectory, later_samples, external=samples.external)
         credited |= self._repeat(rejection_metrics, trajectory)
         return Rollout(
             trajectory=trajectory,

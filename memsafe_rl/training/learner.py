@@ -109,7 +109,7 @@ class Learner:
         assert rollout is not None, "a step learns from a rollout"
         if self._setup.shards.divided:
             self._refuse_frozen()
-        rows = rollout.trajectory.rows_of(self.rows(state.cursor))
+        rows = rollout.trajectory.rows_of(self.step_samples(state.cursor))
         scores_first = self._settings.marks_tokens or self._setup.adapter.routers is not None
         with self._setup.gathered() if scores_first else nullcontext():
             # over the whole step, before anything is cut
@@ -150,14 +150,14 @@ class Learner:
             self._repeat(Stage.PREPARE, committer.make_state)
             _check_commit_fits(self._setup)
 
-    def rows(self, cursor: Cursor) -> list[int]:
+    def step_samples(self, cursor: Cursor) -> list[int]:
         """Returns the samples of an optimizer step, over all ranks."""
         known = self._settings
         return self._repeat(Stage.PREPARE, rows_of_step, cursor, known.rollout_rows, known.step_rows, known.order_seed)
 
-    def later_rows(self, cursor: Cursor) -> list[int]:
+    def later_samples(self, cursor: Cursor) -> list[int]:
         """Returns the samples outside the rollout's first optimizer step: when their turn comes, weights have moved."""
-        first = set(self.rows(cursor))
+        first = set(self.step_samples(cursor))
         return [row for row in range(self._settings.rollout_rows) if row not in first]
 
     def terms(self, rollout: Rollout, rows: Sequence[int], controllers: Controllers, *, step: int = 0) -> StepTerms:

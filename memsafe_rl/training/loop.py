@@ -47,13 +47,13 @@ class TrainResult(NamedTuple):
     metrics: dict[str, float]  # the last step's metrics and the run's totals
 
 
-def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) -> Rollout:
+def collect(collector: Collector, state: RunState, later_samples: Sequence[int]) -> Rollout:
     """Prompts, completions, rewards, advantages, reference and old log-probs of the next rollout.
 
     Args:
         collector: runs the stages.
         state: where the run stands; not changed.
-        later_rows: samples outside the first optimizer step: when their turn comes, weights have moved.
+        later_samples: samples outside the first optimizer step: when their turn comes, weights have moved.
 
     Returns:
         The rollout, on the host.
@@ -61,9 +61,9 @@ def collect(collector: Collector, state: RunState, later_rows: Sequence[int]) ->
     drawn = collector.draw(state)  # begins the rewards, too
     if not collector.overlaps_rewards:
         drawn = collector.reward(drawn, state)
-    trajectory = collector.score(drawn, later_rows)  # while async rewards are under way
+    trajectory = collector.score(drawn, later_samples)  # while async rewards are under way
     drawn = collector.reward(drawn, state)  # does nothing where they have been waited for
-    return collector.assign(drawn, trajectory, later_rows)
+    return collector.assign(drawn, trajectory, later_samples)
 
 
 @contextmanager
@@ -206,7 +206,7 @@ class TrainingLoop:
         """Collects the next rollout; reward functions may draw random numbers."""
         state = self.state
         with self.setup.gathered():
-            rollout = collect(self.collector, state, self.learner.later_rows(state.cursor))
+            rollout = collect(self.collector, state, self.learner.later_samples(state.cursor))
         if self.config.async_rollouts:
             self.collector.draw_ahead(state, rollout)
         self.report.table = rollout.table

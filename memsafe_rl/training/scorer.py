@@ -126,7 +126,7 @@ class Scorer:
             room = torch.zeros(len(trajectory.conditions.flat), self.adapter.geometry.hidden_size, dtype=dtype)
             return replace(trajectory, sources=Ragged(room, trajectory.conditions.lengths))
 
-    def score_unrewarded(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+    def score_unrewarded(self, trajectory: Trajectory, later_samples: Sequence[int], *, external: bool) -> Trajectory:
         """Adds what no reward changes: reference log-probs, values, and old log-probs that correct another sampler."""
         # A KL in closed form is taken in the update, from the means of both networks.
         referred = self._settings.has_reference and not self.adapter.closed_form_kl
@@ -139,7 +139,7 @@ class Scorer:
                     trajectory = replace(trajectory, ref_logprobs=self.scored(reference, trajectory, everyone))
             elif self._config.teacher_model_server_url is not None:
                 trajectory = self._taught(trajectory, self._config.teacher_model_server_url)
-            trajectory = self._setup.advantages.score(self, trajectory, later_rows)
+            trajectory = self._setup.advantages.score(self, trajectory, later_samples)
             if self.corrects(external):
                 old = trajectory.old_logprobs or self.scored(self.adapter, trajectory, everyone)
                 trajectory = replace(trajectory, old_logprobs=old, has_old=(True,) * len(trajectory))
@@ -188,7 +188,7 @@ class Scorer:
                 weights = self._setup.recovery.repeat(Stage.STORE, weighed)
             return replace(trajectory, importance_weights=weights)
 
-    def score_later(self, trajectory: Trajectory, later_rows: Sequence[int], *, external: bool) -> Trajectory:
+    def score_later(self, trajectory: Trajectory, later_samples: Sequence[int], *, external: bool) -> Trajectory:
         """Adds old log-probs of rows that are first trained on after the weights have moved, or importance weights."""
         repeat = self._setup.recovery.repeat
         with self._setup.memory.phase(Phase.SCORE):
@@ -196,7 +196,7 @@ class Scorer:
                 with host_memory(), charge(Component.TRAJECTORY):
                     weights = repeat(Stage.STORE, self._corrections, trajectory)
                 return replace(trajectory, importance_weights=weights)
-            wanting = [row for row in trajectory.rows_of(later_rows) if not trajectory.has_old[row]]
+            wanting = [row for row in trajectory.rows_of(later_samples) if not trajectory.has_old[row]]
             later = repeat(Stage.STORE, self._setup.contributing, trajectory, wanting)
             if not later:
                 return trajectory

@@ -130,7 +130,7 @@ def gradient_under(trainer: PPOTrainer, policy: FixedPolicy | None = None) -> to
     """Returns the gradient of the step that comes next, cut by another policy than the trainer's where one is given."""
     state, learner = trainer.loop.state, trainer.loop.learner
     trajectory = state.rollout.trajectory
-    rows = trajectory.rows_of(learner.rows(state.cursor))
+    rows = trajectory.rows_of(learner.step_samples(state.cursor))
     terms = learner.terms(state.rollout, rows, state.controllers)
     mine = learner.local_rows(trajectory, rows)
     learner.plan(trajectory, mine)

@@ -248,7 +248,7 @@ def test_merging_every_micro_batch_is_another_thing(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, policy=cut(), gradient_merge="cagrad", **TWO)
     whole = gradient_of(trainer)
     assert trainer.loop.state.rollout is not None
-    rows = trainer.loop.learner.rows(trainer.loop.state.cursor)
+    rows = trainer.loop.learner.step_samples(trainer.loop.state.cursor)
     terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
 
     def of(chosen: Sequence[int], index: int) -> torch.Tensor:
@@ -557,7 +557,10 @@ def test_denominators_are_each_objectives_own_over_the_whole_step(tmp_path: Path
     trainer = make_trainer(tmp_path, **TWO)
     gradient_of(trainer)
     assert trainer.loop.state.rollout is not None
-    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    trajectory, rows = (
+        trainer.loop.state.rollout.trajectory,
+        trainer.loop.learner.step_samples(trainer.loop.state.cursor),
+    )
     terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     texts = trainer.processing_class.batch_decode(
         [ids.tolist() for ids in trajectory.actions.rows()], skip_special_tokens=True

@@ -28,7 +28,10 @@ def gradient_of(trainer: GRPOTrainer) -> torch.Tensor:
     trainer.loop.begin(None)
     trainer.loop.files.folder.release()
     trainer.loop.state.rollout = trainer.loop.collect()
-    trajectory, rows = trainer.loop.state.rollout.trajectory, trainer.loop.learner.rows(trainer.loop.state.cursor)
+    trajectory, rows = (
+        trainer.loop.state.rollout.trajectory,
+        trainer.loop.learner.step_samples(trainer.loop.state.cursor),
+    )
     terms = trainer.loop.learner.terms(trainer.loop.state.rollout, rows, trainer.loop.state.controllers)
     mine = trainer.loop.learner.local_rows(trajectory, rows)
     trainer.loop.learner.plan(trajectory, mine)

@@ -82,10 +82,10 @@ class CriticAdvantages:
         """Returns the critic's part of an optimizer step's loss."""
         return ValueTerms(self.critic, self._config.vf_coef, self._config.vf_clip)
 
-    def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
+    def score(self, scorer: Scorer, trajectory: Trajectory, later_samples: Sequence[int]) -> Trajectory:
         """Adds values, and log-probs where they are needed, from the same pass if the critic shares it."""
         critic, everyone = self.critic, list(range(len(trajectory)))
-        later = set(later_rows) if self._pays_kl else set()
+        later = set(later_samples) if self._pays_kl else set()
         has_old = tuple(row in later for row in everyone)
         if critic.shares_forward:
             mine, found = scorer.passed(scorer.adapter, trajectory, everyone, value_head=critic.head)
@@ -274,11 +274,11 @@ class GroupAdvantages:
     critics: tuple[Critic, ...] = ()  # networks whose values are read, and which are trained and saved
     kl_scale: float = 1.0  # by which the loss's KL coefficient is multiplied
 
-    def score(self, scorer: Scorer, trajectory: Trajectory, later_rows: Sequence[int]) -> Trajectory:
+    def score(self, scorer: Scorer, trajectory: Trajectory, later_samples: Sequence[int]) -> Trajectory:
         """Adds log-probs under the present weights if needed; the first update's ratios are of its own even so."""
         if not self.needs.logprobs:
             return trajectory
-        rows, later = range(len(trajectory)), set(later_rows)
+        rows, later = range(len(trajectory)), set(later_samples)
         known = trajectory.old_logprobs if self.needs.likeliest else None
         old = known or scorer.scored(scorer.adapter, trajectory, list(rows))
         if self.needs.sharper:
