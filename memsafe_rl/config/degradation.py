@@ -27,6 +27,9 @@ class Degradation:
     name: str  # the remedy, as listed in `allow_lossy`
     changes: Mapping[str, tuple[Any, Any]]  # old and new value of every setting it changes
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.changes.items())
+
 
 def next_degradation(config: Any, allowed: Sequence[str], failure: MemoryFailure) -> Degradation | None:
     """Chooses the next remedy, in the user's order; one is used up before the next."""

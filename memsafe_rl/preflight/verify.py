@@ -322,7 +322,8 @@ class _Comparison:
     def _failing_arm(self, chosen: PlanRun, counted: _Faults, *, cuts: bool) -> PlanRun:
         """The chosen plan, or half of it where nothing is cut yet, failing in mid-rollout and in the last backward."""
         plans = (chosen.rollout_plan, chosen.update_plan) if cuts else self._halved_plans(chosen)
-        backward = counted.calls[Phase.UPDATE] * (1 if cuts else 2) - 1  # half a micro-batch passes a block as often
+        doubled = not cuts and self._rows > 1  # half a micro-batch passes a block as often; one row is not halved
+        backward = counted.calls[Phase.UPDATE] * (1 + doubled) - 1
         calls = {Phase.ROLLOUT: counted.calls[Phase.ROLLOUT] // 2, Phase.UPDATE: backward}
         faults = _Faults(self._block, self._setup.adapter.device, calls)
         arm = self._run("failures", _Pinned(*plans, self._setup.memory_policy), faults)

@@ -304,10 +304,11 @@ class TrainingLoop:
         if not state.cursor.starts_rollout:
             state.cursor = state.cursor.advance(steps=1, epochs=1, consumed=state.consumed, stop=True)
             state.leave_rollout()
+            if state.ending is not None and self._used_up():  # callbacks then do what is due after the last step
+                state.ending.told.clear()
         state.rollout = None
         self.setup.memory.record("degradation", remedy=degradation.name, changes=dict(degradation.changes))
-        changed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in degradation.changes.items())
-        logger.warning("no plan fits: the run continues with a changed task, as allow_lossy allows: %s", changed)
+        logger.warning("no plan fits: the run continues with a changed task, as allow_lossy allows: %s", degradation)
 
     def apply(self, degradation: Degradation) -> None:
         """Changes settings, and the parts that were made from them."""
@@ -334,8 +335,8 @@ class TrainingLoop:
         setup.parallel.fail(f"{type(error).__name__}: {error}")
         if not isinstance(error, (KeyboardInterrupt, MemsafeError)) or isinstance(error, SaveError):
             return
-        can_save = self._begun and not setup.shards.divided and not self.stop.leaves_at_once
-        if can_save and not setup.committed.uncounted and self.files.has_unsaved(self.state.step):
+        can_save = self._begun and setup.can_save_alone and not self.stop.leaves_at_once
+        if can_save and self.files.has_unsaved(self.state.step):
             logger.warning("saving step %d before leaving", self.state.step)
             try:
                 self.save_checkpoint(alone=True)

@@ -222,6 +222,11 @@ class TrainingSetup:
         return self.committer
 
     @property
+    def can_save_alone(self) -> bool:
+        """Whether a rank by itself can save its weights: all of them, as after the last step that was counted."""
+        return not self.shards.divided and self.committer is not None and not self.committer.uncounted
+
+    @property
     def beside(self) -> dict[str, nn.Module]:
         """What is trained beside the model: the weights of a critic that are no part of it."""
         return dict(zip(["critic"], (one.beside for one in self.advantages.critics), strict=False))

@@ -26,6 +26,7 @@ from memsafe_rl.training import gradient as update_module
 from memsafe_rl.types import Denominators, LossInputs, RolloutPlan, UpdatePlan
 from tests.tiny import tiny_model
 from tests.trainers.helpers import PROMPTS, count_digits, cut, make_trainer, weights
+from tests.trainers.test_ppo import make_ppo
 
 LEAN = {"micro_batch_tokens": 24, "rows_in_flight": 3, "checkpointing": True, "logprob_tile": 5}
 """Micro-batches of two rows, waves of three: nothing is cut as in the plain plan."""
@@ -225,6 +226,13 @@ def test_a_loss_that_averages_over_what_it_sees_is_caught_where_the_plan_cuts_no
     assert found.failing.micro_batches > 1
     assert found.failing.failures == 2
     assert "NOT EQUAL: a leaner plan's gradient after failures differs from that of the plain plan" in found.sentence()
+
+
+@pytest.mark.slow
+def test_a_step_of_one_row_takes_both_failures_too(tmp_path: Path) -> None:
+    found = verify_plan(make_ppo(tmp_path, per_device_train_batch_size=1, steps_per_generation=1).loop)
+    assert [arm.failures for arm in found.arms] == [0, 0, 2]
+    assert "Cuts were not tested" in found.sentence()
 
 
 @pytest.mark.slow

@@ -122,6 +122,26 @@ def test_an_evaluation_that_does_not_fit_is_made_again_under_the_changed_task(tm
     assert evaluated == [1, 2]
 
 
+def test_an_evaluation_that_degrades_the_last_rollout_still_ends_in_a_checkpoint(tmp_path: Path) -> None:
+    """What is left of the rollout is dropped, so that the step before it was the last one."""
+    data, few = (Dataset.from_dict({"prompt": prompts}) for prompts in (["4+4="], ["1+1=", "2+2=", "3+3=", "4+4="]))
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 100}
+    settings |= {"num_iterations": 2, "max_steps": -1, "num_train_epochs": 1, "allow_lossy": ["max_completion_length"]}
+    trainer = make_trainer(tmp_path, train_dataset=few, eval_dataset=data, max_completion_length=32, **settings)
+    asked: list[int] = []
+
+    def evaluate() -> dict[str, float]:
+        asked.append(trainer.state.global_step)
+        if len(asked) == 3:
+            raise MemoryBudgetError("no room", failure=failure(Phase.EVALUATE))
+        return trainer.loop.evaluate()
+
+    trainer.loop.hooks = replace(trainer.loop.hooks, evaluate=evaluate)
+    trainer.train()
+    assert asked == [1, 2, 3, 3]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
 def test_a_second_training_goes_on_with_the_changed_task(tmp_path: Path) -> None:
     model = tiny_model()
     model.generation_config.min_new_tokens = 5  # more than completions may have later

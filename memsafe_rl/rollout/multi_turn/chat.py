@@ -81,13 +81,13 @@ def check_template(tokenizer: Any) -> None:
 
 def contents_for(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> Callable[[Sequence[Message]], list[Message]]:
     """Returns what gives messages contents that a chat template shows: parts, where it reads them alone, or texts."""
-    turn, how = [{"role": "user", "content": _MARK}], {**template_kwargs, "tokenize": False}
+    turn, how = {"role": "user", "content": _MARK}, {**template_kwargs, "tokenize": False}
 
     def shown(form: Callable[[Sequence[Message]], list[Message]]) -> str:
-        try:
-            return str(tokenizer.apply_chat_template(form(turn), **how))
-        except (TemplateError, *UNREADABLE):
-            return ""
+        for begun in ([], [{"role": "system", "content": _MARK}]):  # some templates want one
+            with suppress(TemplateError, *UNREADABLE):
+                return str(tokenizer.apply_chat_template(form([*begun, turn]), **how))
+        return ""
 
     as_text, as_parts = shown(list), shown(in_parts)
     if _MARK in as_text:  # some templates leave parts out, others print the list itself
@@ -189,8 +189,10 @@ class Chat:
         with suppress(*UNREADABLE):
             if getattr(self._tokenizer, "response_template", None) is not None:
                 before, tools = list(self.plain(context)), list(schemas)
-                return parsed(self._tokenizer, list(ids), prefix=before, tools=tools)
-            if schemas:
+                action = parsed(self._tokenizer, list(ids), prefix=before, tools=tools)
+                if schemas or not action.calls:  # where there is no tool, a call is text
+                    return action
+            elif schemas:
                 reader = self._reader or partial(by_tags, self._tokenizer)
                 return reader(list(ids), list(self.plain(context)), schemas)
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from memsafe_rl.errors import texts_beside
@@ -91,7 +93,8 @@ def _action(message: Any) -> Action:
     check_depth(message)
     message = encodable(message)
     calls, written = [], []
-    for call in message.get("tool_calls") or ():
+    read = [_in_python(one) if isinstance(one, str) else [one] for one in message.get("tool_calls") or ()]
+    for call in chain.from_iterable(read):
         function = call["function"]
         name, arguments = function["name"], function.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, Mapping):
@@ -102,6 +105,26 @@ def _action(message: Any) -> Action:
     kept = {name: value for name, value in message.items() if name != "tool_calls"}
     own = {"tool_calls": written} if written else {}
     return Action(text, tuple(calls), {"role": "assistant", **kept, **own, "content": text})
+
+
+def _in_python(text: str) -> list[dict[str, Any]]:
+    """Reads a list of calls with arguments by name, in Python's syntax; mappings may be JSON."""
+    try:
+        calls = ast.parse(text.strip(), mode="eval").body.elts  # type: ignore[attr-defined]
+    except SyntaxError as error:
+        raise ValueError(f"calls are no Python: {error}") from error
+    if any(call.args for call in calls):
+        raise ValueError("an argument has no name")
+    given = [{str(one.arg): _literal(text, one.value) for one in call.keywords} for call in calls]
+    functions = [{"name": ast.unparse(call.func), "arguments": one} for call, one in zip(calls, given, strict=True)]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _literal(text: str, node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return json.loads(ast.get_source_segment(text, node) or "")
 
 
 def encodable(value: Any) -> Any:

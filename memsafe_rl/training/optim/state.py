@@ -213,7 +213,7 @@ def remember(value: Any, seen: dict[int, Restore]) -> Restore:
     elif isinstance(value, torch.Generator):
         state = value.get_state()
         seen[id(value)] = lambda: value.set_state(state)
-    elif isinstance(value, np.ndarray):
+    elif isinstance(value, np.ndarray) and value.flags.writeable:
         seen[id(value)] = _remember_array(value)
     elif isinstance(value, (dict, list, tuple, deque, set)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
@@ -255,6 +255,8 @@ def _remember_array(value: Any) -> Restore:
     copied = value.copy()
 
     def restore() -> Any:
+        if value.shape != copied.shape:  # resized in place
+            return copied.copy()
         value[...] = copied
         return value
 

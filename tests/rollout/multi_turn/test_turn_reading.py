@@ -112,15 +112,54 @@ def test_a_template_whose_calls_nobody_reads_is_refused(name: str) -> None:
         check_tools(Chat(tokenizer_of(name)), SCHEMAS)
 
 
-def test_a_list_of_calls_in_what_is_said_is_no_call() -> None:
-    tokenizer = tokenizer_of("lfm2_2_5")
-    text = "Sure, f(x), g(2).<|tool_call_start|>[book(room='a', nights=1)]<|tool_call_end|>"
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("room='a', nights=1", {"room": "a", "nights": 1}),
+        ("room='f(x), y(z)', nights=2", {"room": "f(x), y(z)", "nights": 2}),
+        ("room='it\\'s'", {"room": "it's"}),
+        ("loud=False, price=None", {"loud": False, "price": None}),
+        ("notes={'k': [1, {'z': 2}]}", {"notes": {"k": [1, {"z": 2}]}}),
+        ('notes={"k": true}', {"notes": {"k": True}}),
+        ("room=", None),
+        ("'a'", None),
+    ],
+)
+def test_calls_in_pythons_syntax_are_read_and_nothing_else_is(written: str, arguments: Any) -> None:
+    tokenizer, said = tokenizer_of("lfm2_2_5"), "Sure, f(x), g(2)."
+    text = f"{said}<|tool_call_start|>[book({written})]<|tool_call_end|>"
     context = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=True)["input_ids"]
     action = Chat(tokenizer).read(context, tokenizer(text)["input_ids"], SCHEMAS)
-    assert (action.text, [call.arguments for call in action.calls]) == (
-        "Sure, f(x), g(2).",
-        [{"room": "a", "nights": 1}],
-    )
+    assert [call.arguments for call in action.calls] == ([] if arguments is None else [arguments])
+    assert (action.text, action.malformed) == ((text, True) if arguments is None else (said, False))
+
+
+def test_a_call_where_there_are_no_tools_is_what_was_said() -> None:
+    tokenizer = add_response_schema(tokenizer_of("qwen3"))
+    text = 'so <tool_call>{"name": "book", "arguments": {}}</tool_call>'
+    context = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=True)["input_ids"]
+    action = Chat(tokenizer).read(context, tokenizer(text)["input_ids"], ())
+    assert (action.text, action.calls, action.malformed) == (text, (), False)
+
+
+def test_what_is_said_before_and_behind_a_call_is_kept() -> None:
+    tokenizer = tokenizer_of("qwen3")
+    text = 'hello <tool_call>{"name": "book", "arguments": {}}</tool_call> and then<|im_end|>'
+    context = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=True)["input_ids"]
+    action = Chat(tokenizer).read(context, tokenizer(text)["input_ids"], SCHEMAS)
+    assert (action.text, len(action.calls)) == ("hello\nand then", 1)
+
+
+WANTS_A_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('first the system') }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_template_of_parts_that_wants_a_system_message_sees_texts() -> None:
+    tokenizer = chat_tokenizer(WANTS_A_SYSTEM)
+    messages: list[Message] = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hello"}]
+    assert tokenizer.decode(Chat(tokenizer).first(messages, ())) == "[system]be good[user]hello"
 
 
 def test_a_call_that_is_no_json_is_malformed_and_stays_text() -> None:

@@ -515,6 +515,7 @@ class Odd(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
         self.noise, self.past, self.box = torch.Generator().manual_seed(1), deque[torch.Tensor](maxlen=3), Box()
         self.box.steps, self.seen, self.log = {}, set[int](), np.zeros(2)  # type: ignore[attr-defined]
+        self.ones = np.broadcast_to(np.float32(1.0), (3,))  # which cannot be written to
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
