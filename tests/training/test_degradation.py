@@ -56,6 +56,20 @@ def failure(phase: Phase = Phase.UPDATE) -> MemoryFailure:
     return MemoryFailure(phase, 1, 1, "")
 
 
+def evaluations(trainer: GRPOTrainer, no_room: int) -> list[tuple[int, int]]:
+    """Notes step and longest completion of every evaluation, of which the one of that number does not fit."""
+    asked: list[tuple[int, int]] = []
+
+    def evaluate() -> dict[str, float]:
+        asked.append((trainer.state.global_step, trainer.args.max_completion_length))
+        if len(asked) == no_room:
+            raise MemoryBudgetError("no room", failure=failure(Phase.EVALUATE))
+        return trainer.loop.evaluate()
+
+    trainer.loop.hooks = replace(trainer.loop.hooks, evaluate=evaluate)
+    return asked
+
+
 @pytest.mark.slow
 def test_without_leave_the_error_comes_out_and_the_task_stays(tmp_path: Path, too_small: int) -> None:
     with SimulatedMemory(too_small):
@@ -105,17 +119,9 @@ def test_an_evaluation_that_does_not_fit_is_made_again_under_the_changed_task(tm
     data = Dataset.from_dict({"prompt": ["4+4=", "5+5="]})
     allowed = ["num_iterations", "max_completion_length"]
     trainer = make_trainer(tmp_path, eval_dataset=data, allow_lossy=allowed, max_completion_length=32, **settings)
-    asked: list[int] = []
-
-    def evaluate() -> dict[str, float]:
-        asked.append(trainer.args.max_completion_length)
-        if len(asked) == 2:
-            raise MemoryBudgetError("no room", failure=failure(Phase.EVALUATE))
-        return trainer.loop.evaluate()
-
-    trainer.loop.hooks = replace(trainer.loop.hooks, evaluate=evaluate)
+    asked = evaluations(trainer, no_room=2)
     trainer.train()
-    assert asked == [32, 32, 16]
+    assert [longest for _, longest in asked] == [32, 32, 16]
     assert (trainer.args.num_iterations, trainer.state.global_step) == (2, 2)
     assert (tmp_path / "checkpoint-2").is_dir()
     evaluated = [record["step"] for record in trainer.state.log_history if "eval_reward" in record]
@@ -128,17 +134,9 @@ def test_an_evaluation_that_degrades_the_last_rollout_still_ends_in_a_checkpoint
     settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 100}
     settings |= {"num_iterations": 2, "max_steps": -1, "num_train_epochs": 1, "allow_lossy": ["max_completion_length"]}
     trainer = make_trainer(tmp_path, train_dataset=few, eval_dataset=data, max_completion_length=32, **settings)
-    asked: list[int] = []
-
-    def evaluate() -> dict[str, float]:
-        asked.append(trainer.state.global_step)
-        if len(asked) == 3:
-            raise MemoryBudgetError("no room", failure=failure(Phase.EVALUATE))
-        return trainer.loop.evaluate()
-
-    trainer.loop.hooks = replace(trainer.loop.hooks, evaluate=evaluate)
+    asked = evaluations(trainer, no_room=3)
     trainer.train()
-    assert asked == [1, 2, 3, 3]
+    assert [step for step, _ in asked] == [1, 2, 3, 3]
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
