@@ -77,8 +77,8 @@ def _smaller_groups(config: Any, failure: MemoryFailure) -> Changes:
 def _fewer_passes(config: Any, failure: MemoryFailure) -> Changes:
     """Learns one time less from each rollout; at one pass, old log-probs need not be held."""
     now = config.num_iterations
-    counts = failure.phase in _PASSES and failure.phase is not Phase.EVALUATE
-    return {"num_iterations": (now, now - 1)} if counts and now > 1 else {}
+    learns = failure.phase in _PASSES - {Phase.EVALUATE}
+    return {"num_iterations": (now, now - 1)} if learns and now > 1 else {}
 
 
 def _rounded_cache(config: Any, failure: MemoryFailure) -> Changes:

@@ -228,7 +228,7 @@ class Servers:
             groups.setdefault(row[0], []).append(request.key(row))
         prompts = [torch.tensor(request.ids[prompt]) for prompt in groups]
         # a failure goes to the attempt around, which repeats what is not answered
-        longest = {row[0]: settings.max_new_tokens for row, settings in request.limited.items()}
+        longest = {prompt: limit for (prompt, _), limit in zip(request.rows, request.limits, strict=True)}
         limits = [longest[prompt] for prompt in groups]
         drawn = self._own.generate(prompts, list(groups.values()), request.settings, under(plan), limits=limits)
         self._answered.update(zip(rows, drawn, strict=True))
