@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import BitsAndBytesConfig, T5Config, T5ForConditionalGeneration
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 from benchmarks.forecast_error import beside as forecast_and_run
 from benchmarks.forecast_error import errors_of, save_network
@@ -41,6 +41,10 @@ ONCE_WRONG = {
 RAGGED = (40, 30, 12, 11)
 FOUR_BITS = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
 
+SKIPPING = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=["lm_head", "down_proj"]
+)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,9 +52,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_model("qwen3", vocab_size=3000, layers=2, hidden=64).save_pretrained(path / "qwen3")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    T5ForConditionalGeneration(T5Config(vocab_size=3000, **sizes, **ids)).save_pretrained(path / "t5")
-    for family in ("qwen3", "t5"):
+    ids: dict[str, Any] = {"vocab_size": 3000, "pad_token_id": 0, "eos_token_id": 1}
+    T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **sizes, **ids)).save_pretrained(path / "t5")
+    GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, **ids)).save_pretrained(path / "gpt2")
+    for family in ("qwen3", "t5", "gpt2"):
         tiny_tokenizer().save_pretrained(path / family)
     return path
 
@@ -87,6 +92,9 @@ def run(
         {"advantage_estimator": "otb", "lora": {}},
         {"top_p": 0.95},  # of a network whose nucleus is no short list, so that whole rows are sorted
         {"lora": {"use_dora": True}, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
+        {"family": "t5", "lora": {}, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
+        {"family": "gpt2", "lora": {}, "model_init_kwargs": {"quantization_config": FOUR_BITS}},
+        {"lora": {}, "model_init_kwargs": {"quantization_config": SKIPPING}},
     ],
     ids=lambda given: str(
         {name: "4 bits" if "quantization_config" in str(value) else value for name, value in given.items()}

@@ -12,6 +12,9 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from memsafe_rl.accounting import device_type_of
 from memsafe_rl.models.language.base import is_encoder_decoder
@@ -47,9 +50,7 @@ def fake_language_model(
     # Not of fake tensors yet: after a deep copy of some, as PEFT's `modules_to_save` makes, PyTorch 2.13 frees twice.
     with true_numbers(), torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
-        # those that bitsandbytes would quantise: all linear ones but the output head
-        linear = [] if quantization_config is None else [one for one in model.modules() if type(one) is nn.Linear]
-        layers = [layer for layer in linear if layer is not model.get_output_embeddings()]
+        layers = [] if quantization_config is None else _quantised(model, quantization_config.llm_int8_skip_modules)
         freeze_unused_tower(model, sees_images=sees_images)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
@@ -118,6 +119,17 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
         with suppress(AttributeError):  # where it follows from the number of blocks
             text.layer_types = chosen
     return shallow
+
+
+def _quantised(model: Any, skipped: list[str] | None) -> list[nn.Linear]:
+    """Lists the layers that transformers would have in 4 bits, GPT-2's as the linear ones that they become."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+    named = {name: layer for name, layer in model.named_modules() if should_convert_module(name, kept)}
+    for name, layer in named.items():
+        if isinstance(layer, Conv1D):
+            takes, gives = layer.weight.shape
+            model.set_submodule(name, nn.Linear(takes, gives, dtype=layer.weight.dtype))
+    return [layer for name in named if type(layer := model.get_submodule(name)) is nn.Linear]
 
 
 class _FourBitProduct(torch.autograd.Function):
