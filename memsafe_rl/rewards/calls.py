@@ -249,9 +249,15 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def _names_any(function: Any) -> bool:
+    parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    return any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+
+
 def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
     try:
-        return list(inspect.signature(function).parameters.values())
+        called = inspect.unwrap(function, stop=_names_any)  # a decorator that names none passes on what it is given
+        return list(inspect.signature(called, follow_wrapped=False).parameters.values())
     except ValueError:  # compiled functions may not say what they take
         return None
 

@@ -12,6 +12,7 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ def _number(name: str, row: int, rows: int, value: Any) -> float:
         return math.nan
     elements = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
     single: Any = value.item() if elements == 1 else value
-    if not isinstance(single, numbers.Real):
+    if not isinstance(single, numbers.Real | Decimal):
         raise unusable("returned/number", name=name, value=value, kind=type(value).__name__, row=row, rows=rows)
     size: Any = abs(single)
     unusable.when(size > _LARGEST, "returned/infinite", name=name, value=value, row=row, rows=rows)

@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 import threading
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -72,6 +73,27 @@ def test_a_function_without_kwargs_gets_only_what_it_names():
     assert scores.rewards_BF.squeeze(1).tolist() == [1, 0, 1, 0]
 
 
+def test_a_decorated_function_is_asked_what_its_decorator_names():
+    def inner(completion, gold, bonus=0.0):
+        return bonus + (completion == gold)
+
+    @functools.wraps(inner)
+    def for_each(completions, answer):
+        return list(map(inner, completions, answer))
+
+    def scaled(completions, factor):
+        return [factor * len(text) for text in completions]
+
+    twice = functools.update_wrapper(functools.partial(scaled, factor=2.0), scaled)
+
+    @functools.wraps(twice)
+    def retried(*args, **kwargs):
+        return twice(*args, **kwargs)
+
+    scores = score([for_each, twice, retried], {"answer": ["1", "x", "333", "x"], "other": 0})
+    assert scores.rewards_BF.T.tolist() == [[1, 0, 1, 0], [2, 4, 6, 8], [2, 4, 6, 8]]
+
+
 def test_a_function_cannot_disturb_the_next_one():
     def greedy(completions, answer, **kwargs):
         answer.clear()
@@ -88,6 +110,7 @@ def test_a_function_cannot_disturb_the_next_one():
     [
         [1, None, 0.5, math.nan],
         [True, None, np.float32(0.5), None],
+        [Decimal(1), None, Decimal("0.5"), None],
         (torch.tensor(1.0), None, torch.tensor([0.5]), np.float64("nan")),
         np.array([1, np.nan, 0.5, np.nan]),
         torch.tensor([1, math.nan, 0.5, math.nan], dtype=torch.bfloat16),
