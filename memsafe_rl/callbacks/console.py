@@ -163,8 +163,10 @@ def banner(facts: Mapping[str, str], console: Console | None = None, *, title: s
     (console or Console(stderr=True)).print(table)
 
 
-def summary(figures: RunFigures, console: Console | None = None, *, then: Mapping[str, str] | None = None) -> None:
-    """Prints a run's results: memory forecast and measured, time, what failures cost, and commands for what follows."""
+def summary(
+    figures: RunFigures, console: Console | None = None, *, then: Mapping[str, str] | None = None, since: int = 0
+) -> None:
+    """Prints what a run came to since a step: memory forecast and measured, time, failures, and what may follow."""
     console = console or Console(stderr=True)
     peak, budget, share, error = figures.peak_bytes, figures.budget_bytes, figures.budget_share, figures.forecast_error
     lost = figures.seconds_lost / figures.seconds if figures.seconds else 0.0
@@ -183,7 +185,7 @@ def summary(figures: RunFigures, console: Console | None = None, *, then: Mappin
         "reward": rewards is not None and f"{figures.first_reward:.3f} at the start, {rewards:.3f} at the end",
     }
     known = {name: text for name, text in facts.items() if isinstance(text, str)}
-    banner(known, console, title="memsafe_rl: the run")
+    banner(known, console, title="memsafe_rl: the run" + (f" since step {since}" if since else ""))
     for purpose, command in (then or {}).items():
         console.print(f"{purpose}: {command}", soft_wrap=True, highlight=False, markup=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
-from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
+from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints, is_checkpoint, step_of
 from memsafe_rl.diagnostics.run_figures import read_run, run_figures
 from memsafe_rl.diagnostics.status import STATUS_FILE
 from memsafe_rl.errors import ConfigError, first_line, kind_and_line
@@ -258,9 +259,10 @@ def _card(folder: Path, base: str, name: str, library: str = "transformers") -> 
     facts = {"data": run.get("data", ""), **run.get("facts", {})}
     base = base or facts.get("model", "")
     if run_folder is not None:
-        read = read_run(run_folder)
-        names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
-        found = run_figures(read.steps, read.events)
+        read, last = read_run(run_folder), step_of(folder) if is_checkpoint(folder) else math.inf
+        steps = [step for step in read.steps if step["step"] <= last]
+        names = dict.fromkeys(key.split("/")[1] for step in steps for key in step if key.startswith("rewards/"))
+        found = run_figures(steps, read.events)
         facts |= {"rewards": ", ".join(names), "optimizer steps": str(found.steps)}
         if None not in (found.first_reward, found.last_reward, found.peak_bytes, found.budget_bytes):
             facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"

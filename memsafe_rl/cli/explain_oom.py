@@ -183,7 +183,7 @@ def show(found: Explanation, console: Console) -> None:
     console.print(Text("\nWhat to change, best first", style="bold"))
     shown = found.remedies[:_MOST_SHOWN]
     for number, remedy in enumerate(shown, start=1):
-        table = Table.grid(Column(no_wrap=True, justify="right", min_width=10), "", padding=(0, 1))
+        table = Table.grid(Column(no_wrap=True, justify="right", min_width=10), Column(overflow="fold"), padding=(0, 1))
         table.add_row(Text(f"{number}.", style="bold green"), Text(remedy.action, style="bold green"))
         table.add_row(Text("memsafe_rl", style="cyan"), Text(remedy.here))
         table.add_row(Text("others", style="cyan"), Text(remedy.elsewhere))

@@ -132,7 +132,8 @@ def look(run_dir: Path | None) -> View:
         return View(cards, runs=tuple((pid, str(folder)) for pid, folder in runs_alive()))
     first = read_json(run_dir / STATUS_FILE) or {}
     others = (read_json(run_dir / status_file(rank)) for rank in range(1, int(first.get("world_size", 1))))
-    return View(cards, tuple(_seen(status) for status in (first, *others) if status))
+    here = {"run_dir": str(run_dir.resolve())}  # a folder may have been moved since
+    return View(cards, tuple(_seen({**status, **here}) for status in (first, *others) if status))
 
 
 def _seen(status: Mapping[str, Any]) -> Sighting:
@@ -207,6 +208,8 @@ def _advice_on_memory(seen: Sighting, cards: Sequence[Card]) -> Iterator[str]:
         )
     if seen.band is Headroom.EDGE:
         yield "Little room is left, but the plans keep within it; nothing needs to be done."
+    if not seen.count("step"):
+        yield "No step is done yet; what the run needs is known after the first."
     if 0 < peak < _ROOMY_SHARE * budget:
         spare = format_bytes(int(SAFE_SHARE * budget) - peak)
         yield f"{spare} are free before it gets tight: longer completions or a larger model would fit."

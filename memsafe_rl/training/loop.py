@@ -463,7 +463,7 @@ class TrainingLoop:
         if setup.parallel.is_main and not self.config.disable_tqdm:
             rows, exact = self.config.rollout_rows, setup.memory.meter.is_exact
             figures = run_figures(state.history[first:], setup.memory.events, rollout_rows=rows, counts_tensors=exact)
-            summary(figures, then=self.files.what_follows())
+            summary(figures, then=self.files.what_follows(), since=first)
         return TrainResult(state.step, totals["train_loss"], {**(state.history[-1] if state.history else {}), **totals})
 
     def _epoch(self) -> float:

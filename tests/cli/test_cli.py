@@ -505,11 +505,14 @@ def test_an_adapter_on_a_quantised_model_is_trained(tiny_run: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_a_checkpoint_is_exported_in_another_type(tiny_run: Path, tmp_path: Path) -> None:
     assert invoke(tiny_run, "--max-steps", "1").exit_code == 0
+    with open("out/steps.jsonl", "a") as log:  # as if the run had gone on from it
+        log.write(json.dumps({**json.loads(Path("out/steps.jsonl").read_text()), "step": 2}) + "\n")
     found = RUNNER.invoke(app, ["export", "out/checkpoint-1", "half", "--dtype", "bfloat16"])
     assert (found.exit_code, found.stdout) == (0, "half\n"), found.stderr
     card = Path("half/README.md").read_text()
     assert "base_model: model\n" in card
     assert "| model | model |" in card
+    assert "| optimizer steps | 1 |" in card
     half = AutoModelForCausalLM.from_pretrained("half")
     trained = load_file(tmp_path / "out" / "model.safetensors")
     name, weight = next(iter(half.named_parameters()))

@@ -313,6 +313,15 @@ def test_life_is_told_by_process_and_age(tmp_path: Path, changed: dict[str, Any]
     assert found.liveness is liveness
 
 
+def test_a_run_folder_that_was_moved_is_resumed_from_where_it_is(tmp_path: Path) -> None:
+    write_json(tmp_path / STATUS_FILE, alive_status(state="stopped"))
+    (tmp_path / "checkpoint-3").mkdir()
+    found = look(tmp_path).run
+    assert found is not None
+    assert found.status["run_dir"] == str(tmp_path)
+    assert "checkpoint-3 is there" in advice(found, ())
+
+
 @pytest.mark.parametrize(
     ("sighting", "processes", "words"),
     [
@@ -336,6 +345,7 @@ def test_life_is_told_by_process_and_age(tmp_path: Path, changed: dict[str, Any]
         (seen(last_step_peak_bytes={"update": 66 * GIB}), (), "came close to the budget"),
         (seen(last_step_peak_bytes={"update": 61 * GIB}), (), "Little room is left"),
         (seen(failures=3), (), "3 allocations failed and their work was repeated"),
+        (seen(step=0, last_step_peak_bytes={}, peak_bytes=GIB), (), "No step is done yet"),
         (seen(last_step_peak_bytes={"update": 10 * GIB}), (), "49.50 GiB are free before it gets tight"),
     ],
 )

@@ -247,9 +247,10 @@ def test_a_run_without_a_step_has_no_figures() -> None:
 def test_the_summary_says_what_the_run_came_to() -> None:
     console = Console(file=io.StringIO(), width=100)
     events = [{"event": "forecast", "predicted_peak_bytes": 6 * MIB}, {"event": "failure", "seconds_lost": 0.5}]
-    summary(run_figures([step(1), step(2)], events, rollout_rows=32), console)
+    summary(run_figures([step(1), step(2)], events, rollout_rows=32), console, since=4)
     assert isinstance(console.file, io.StringIO)
     told = console.file.getvalue()
+    assert "since step 4" in told
     for expected in ("6.00 MiB", "5.00 MiB, in update", "+20.0%", "62.5% used", "0.50 s, 12.5%", "16.00"):
         assert expected in told
 
@@ -541,6 +542,8 @@ def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
     assert report(str(folder), str(tmp_path / "a.html")) == tmp_path / "a.html"
     with pytest.raises(ConfigError, match="cannot be written"):
         report(str(folder), str(tmp_path / "nowhere" / "a.html"))
+    with pytest.raises(ConfigError, match=r"steps\.jsonl' exists and is no earlier page"):
+        report(str(folder), str(folder / "steps.jsonl"))
 
 
 # ------------------------------------------------------------------ charts
