@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
 from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints
-from memsafe_rl.diagnostics.run_figures import read_run, run_figures
+from memsafe_rl.diagnostics.run_figures import read_run
 from memsafe_rl.diagnostics.status import STATUS_FILE
 from memsafe_rl.errors import ConfigError, first_line, kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
@@ -260,7 +260,7 @@ def _card(folder: Path, base: str, name: str, library: str = "transformers") -> 
     if run_folder is not None:
         read = read_run(run_folder)
         names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
-        found = run_figures(read.steps, read.events)
+        found = read.figures
         facts |= {"rewards": ", ".join(names), "optimizer steps": str(found.steps)}
         if None not in (found.first_reward, found.last_reward, found.peak_bytes, found.budget_bytes):
             facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"

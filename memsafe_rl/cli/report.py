@@ -14,17 +14,7 @@ from jinja2 import Environment, PackageLoader
 from memsafe_rl import units
 from memsafe_rl.cli.arguments import refusal
 from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all, learning_sections
-from memsafe_rl.diagnostics.run_figures import (
-    PHASES,
-    Record,
-    RunFolder,
-    column,
-    known,
-    number,
-    phase_peaks,
-    read_run,
-    run_figures,
-)
+from memsafe_rl.diagnostics.run_figures import PHASES, Record, RunFolder, column, known, number, phase_peaks, read_run
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import chat_text, format_bytes
 
@@ -72,8 +62,7 @@ def page(folder: RunFolder) -> str:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     writers = (units.plain, units.percent, units.format_seconds, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
-    rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
-    figures = run_figures(folder.steps, folder.events, rollout_rows=rows, counts_tensors=folder.counts_tensors)
+    figures, events = folder.figures, _placed(folder.events)
     budget, failures = figures.budget_bytes, [event for event in events if event.get("event") == "failure"]
     listed = [event for event in events if event.get("event") not in ("plan", "forecast")]
     first, *later = folder.run.get("starts") or [folder.run]
@@ -90,7 +79,6 @@ def page(folder: RunFolder) -> str:
         lost_share=figures.seconds_lost / figures.seconds if figures.seconds else 0.0,
         headroom=headroom_of(figures.peak_bytes or 0, budget).value if budget and figures.peak_bytes else "",
         memory=_memory(folder, events) if folder.steps else (),
-        held=any(record.get("held_at_peak") for record in folder.steps),
         forecast=_forecast(folder),
         notes=_notes(events),
         failures=len(failures),

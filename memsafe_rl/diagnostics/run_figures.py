@@ -86,15 +86,10 @@ def run_figures(
 
 def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
     """Returns the peaks of one step by phase."""
-    return by_phase(record, "_peak_bytes")
-
-
-def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
-    """Returns a count of one step's bytes by phase, such as "_reserved_bytes"."""
     found = {
-        name.removeprefix("memory/").removesuffix(count): number(value)
+        name.removeprefix("memory/").removesuffix("_peak_bytes"): number(value)
         for name, value in record.items()
-        if name.startswith("memory/") and name.endswith(count)
+        if name.startswith("memory/") and name.endswith("_peak_bytes")
     }
     return {name: int(value) for name, value in found.items() if value is not None}
 
@@ -136,6 +131,12 @@ class RunFolder:
     completions: Mapping[int, Sequence[Record]]  # by step
     status: Record
     damaged: int  # unreadable lines, such as one cut off by a crash
+
+    @property
+    def figures(self) -> RunFigures:
+        """The run in a few figures."""
+        rows = number(self.run.get("rollout_rows"))
+        return run_figures(self.steps, self.events, rollout_rows=rows, counts_tensors=self.counts_tensors)
 
 
 def read_run(folder: Path) -> RunFolder:
