@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader
 from memsafe_rl import units
 from memsafe_rl.cli.arguments import refusal
 from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all, learning_sections
-from memsafe_rl.diagnostics.run_figures import PHASES, Record, RunFolder, column, known, number, phase_peaks, read_run
+from memsafe_rl.diagnostics.run_figures import PHASES, Record, RunFolder, by_phase, column, known, number, read_run
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import chat_text, format_bytes
 
@@ -113,7 +113,7 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     if not highest.series:
         together = [Series("peak", column(records, "memory/peak_bytes"), 7)]
         highest = plot(f"{title}, all uses together", together, stacked=True, marks=marks)
-    peaks = [phase_peaks(record) for record in records]
+    peaks = [by_phase(record) for record in records]
     lines = [
         Series(name, [number(found.get(name)) for found in peaks], color)
         for color, name in enumerate(PHASES)
@@ -141,7 +141,7 @@ def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series
 
 
 def _held_at_highest(record: Record) -> Mapping[str, int]:
-    held, peaks = record.get("held_at_peak") or {}, phase_peaks(record)
+    held, peaks = record.get("held_at_peak") or {}, by_phase(record)
     there = [phase for phase in peaks if phase in held]
     return held[max(there, key=lambda phase: peaks[phase])] if there else {}
 

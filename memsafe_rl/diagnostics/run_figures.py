@@ -56,7 +56,7 @@ def run_figures(
 ) -> RunFigures:
     """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
-    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
+    peaks = [(peak, phase) for step in steps for phase, peak in by_phase(step).items()]
     peak, phase = max(peaks) if peaks else (None, None)
     rewards = known(steps, "reward")
     samples = None if rollout_rows is None else int(len(known(steps, "completions/mean_length")) * rollout_rows)
@@ -84,12 +84,12 @@ def run_figures(
     )
 
 
-def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the peaks of one step by phase."""
+def by_phase(record: Mapping[str, Any], count: str = "_peak_bytes") -> dict[str, int]:
+    """Returns a count of one step's bytes by phase: the peaks, or such as "_reserved_bytes"."""
     found = {
-        name.removeprefix("memory/").removesuffix("_peak_bytes"): number(value)
+        name.removeprefix("memory/").removesuffix(count): number(value)
         for name, value in record.items()
-        if name.startswith("memory/") and name.endswith("_peak_bytes")
+        if name.startswith("memory/") and name.endswith(count)
     }
     return {name: int(value) for name, value in found.items() if value is not None}
 
