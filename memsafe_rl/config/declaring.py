@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import NoneType
-from typing import Any, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from memsafe_rl.config import refusal
 from memsafe_rl.errors import ConfigError, did_you_mean
@@ -259,6 +259,12 @@ def setting(
     return Setting(default, text, group, None if interval == Range(none=none) else interval, **traits)
 
 
+class Declared:
+    """Base of the classes under `declare`."""
+
+    declared: ClassVar[Mapping[str, Setting]]
+
+
 @dataclass_transform()
 def declare(*, frozen: bool = False) -> Callable[[_Class], _Class]:
     """Makes a dataclass of a class whose body declares settings, and keeps them as `declared`, by name."""
@@ -278,8 +284,8 @@ def declare(*, frozen: bool = False) -> Callable[[_Class], _Class]:
     return make
 
 
-def grouped(cls: Any) -> dict[str, list[Setting]]:
-    """Sorts the settings of a class under `declare` by group, those of the class itself before those of its bases."""
+def grouped(cls: type[Declared]) -> dict[str, list[Setting]]:
+    """Sorts the settings of a class by group, those of the class itself before those of its bases."""
     shared = {name: sum(name in getattr(base, "declared", ()) for base in cls.__mro__) for name in cls.declared}
     groups: dict[str, list[Setting]] = {}
     for one in sorted(cls.declared.values(), key=lambda one: shared[one.name]):
