@@ -204,9 +204,8 @@ class Replicas:
                 failed = self._exchange(size)
                 if failed is not None:
                     reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
-                    error = failure("ended", failed=failed, reason=reason)
-                    self._ended = str(error)
-                    raise error
+                    self._ended = str(failure("ended", failed=failed, reason=reason))
+                    raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
                 raise self.lost(error) from error
