@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from memsafe_rl.diagnostics.run_figures import phase_peaks
+from memsafe_rl.diagnostics.run_figures import by_phase
 from memsafe_rl.diagnostics.status import enter_index, process_started, status_file, versions, write_json
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
 from memsafe_rl.records import RUN_FILE, read_json, run_id_of, still_ours
@@ -120,7 +120,7 @@ class StatusFile(TrainerCallback):  # type: ignore[misc]
     def on_progress(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes a step's metrics; called by the trainer after every optimizer step."""
         shown = {name: metrics[name] for name in _SHOWN_METRICS if name in metrics}
-        last = phase_peaks(metrics)
+        last = by_phase(metrics)
         for name, peak in last.items():
             self._peaks[name] = max(self._peaks.get(name, 0), peak)
         self._now = {

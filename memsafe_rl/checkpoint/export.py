@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
 from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints, is_checkpoint, step_of
-from memsafe_rl.diagnostics.run_figures import read_run, run_figures
+from memsafe_rl.diagnostics.run_figures import read_run
 from memsafe_rl.diagnostics.status import STATUS_FILE
 from memsafe_rl.errors import ConfigError, first_line, kind_and_line
 from memsafe_rl.hub import loading_places_for, places_for
@@ -260,9 +261,9 @@ def _card(folder: Path, base: str, name: str, library: str = "transformers") -> 
     base = base or facts.get("model", "")
     if run_folder is not None:
         read, last = read_run(run_folder), step_of(folder) if is_checkpoint(folder) else math.inf
-        steps = [step for step in read.steps if step["step"] <= last]
-        names = dict.fromkeys(key.split("/")[1] for step in steps for key in step if key.startswith("rewards/"))
-        found = run_figures(steps, read.events)
+        read = replace(read, steps=[step for step in read.steps if step["step"] <= last])
+        names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
+        found = read.figures
         facts |= {"rewards": ", ".join(names), "optimizer steps": str(found.steps)}
         if None not in (found.first_reward, found.last_reward, found.peak_bytes, found.budget_bytes):
             facts["reward"] = f"{found.first_reward:.3f} in the first rollout, {found.last_reward:.3f} in the last"

@@ -19,17 +19,7 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from memsafe_rl.checkpoint import refusal, store
-from memsafe_rl.checkpoint.store import (
-    PREFIX,
-    PREVIOUS,
-    RunMark,
-    checkpoints,
-    find_checkpoint,
-    known_run,
-    make_aside,
-    read_manifest,
-    step_of,
-)
+from memsafe_rl.checkpoint.store import PREFIX, PREVIOUS, RunMark, checkpoints, known_run, make_aside, read_manifest
 from memsafe_rl.diagnostics.status import write_json
 from memsafe_rl.durable import sync_all
 from memsafe_rl.errors import ConfigError, MemsafeError, SaveError
@@ -86,7 +76,7 @@ def claim(path: Path, resume: bool | str | Path | None, *, overwrite: bool = Fal
     try:
         _clean(path)
         known = known_run(path)
-        checkpoint = None if resume is None else find_checkpoint(path, resume)
+        checkpoint = None if resume is None else store.find_checkpoint(path, resume)
         if checkpoint is not None and _is_own(checkpoint, path, known):
             mark = _next_start(checkpoint, known)
         else:
@@ -196,7 +186,7 @@ def _next_start(checkpoint: Path, known: Mapping[str, Any]) -> RunMark:
     written = read_manifest(checkpoint).mark
     run_id = written.run_id or str(known.get("run_id", "")) or uuid.uuid4().hex[:8]
     start = max(int(known.get("start", 0)), written.start) + 1
-    return RunMark(run_id, start, written.lineage.resumed(start, step_of(checkpoint)))
+    return RunMark(run_id, start, written.lineage.resumed(start, store.step_of(checkpoint)))
 
 
 def _make_way(path: Path, known: Mapping[str, Any], *, overwrite: bool) -> Path:

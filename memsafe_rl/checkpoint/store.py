@@ -302,14 +302,9 @@ def find_checkpoint(output_dir: Path, wanted: bool | str | Path) -> Path | None:
     folder, why = newest_sound(output_dir)
     if folder is not None or str(wanted).lower() == "auto":
         return folder
-    instead = (
-        f"{why}. To begin anew, start without it and with overwrite_output_dir=True, which moves what is there into "
-        f"{PREVIOUS}/"
-        if why
-        else "Start without it, or set resume_from_checkpoint='auto', which starts anew where there is none"
-    )
-    where = f"{str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run"
-    raise ConfigError(f"resume_from_checkpoint is True but {where}. {instead}.")
+    told = f"resume_from_checkpoint is True but {str(output_dir)!r} holds no sound folder '{PREFIX}N' of its run"
+    refusal.when(why, "resume_from_checkpoint/unsound", told=told, why=why, previous=PREVIOUS)
+    raise refusal("resume_from_checkpoint/none", told=told)
 
 
 def newest_sound(output_dir: Path) -> tuple[Path | None, str]:

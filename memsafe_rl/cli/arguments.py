@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import yaml
 
-from memsafe_rl.config.declaring import Setting, declare, read, setting
+from memsafe_rl.config.declaring import Declared, declare, read, setting
 from memsafe_rl.config.settings import DECLARED
 from memsafe_rl.config.unsupported import ALIASES, REFUSED, REFUSED_ENTRIES, admit
 from memsafe_rl.errors import ConfigError, DataError, Refusals
@@ -25,10 +25,8 @@ FILE_TYPES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "par
 
 
 @declare()
-class RunFields:
+class RunFields(Declared):
     """What a run needs beside the settings of the trainer."""
-
-    declared: ClassVar[Mapping[str, Setting]]
 
     trainer: str = setting(
         "grpo", "What trains: 'grpo', 'rloo' or 'ppo', each with settings of its own.", choices=("grpo", "rloo", "ppo")

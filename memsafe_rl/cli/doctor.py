@@ -32,7 +32,7 @@ from memsafe_rl.diagnostics.environment_checks import (
     check_script,
     in_order,
 )
-from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_run_file
 from memsafe_rl.diagnostics.status import version_of
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import read_cards
@@ -107,16 +107,15 @@ def _of_launch_file(content: object, name: str, machine: Environment, parameters
     cloud = isinstance(content, Mapping) and content.get("compute_environment") == "AMAZON_SAGEMAKER"
     known = config.SageMakerConfig if cloud else config.ClusterConfig
     kinds = utils.SageMakerDistributedType if cloud else utils.DistributedType
-    found = check_launch_file(
+    return check_launch_file(
         content,
         name,
         machine,
         keys=tuple(known.__dataclass_fields__),
         distributed_types=tuple(kind.value for kind in kinds),
         precisions=tuple(kind.value for kind in utils.PrecisionType),
+        parameters=parameters,
     )
-    more = check_launch_memory(content, name, machine, parameters=parameters) if isinstance(content, Mapping) else ()
-    return (*found, *more)
 
 
 def read_launch_file(path: Path) -> object:

@@ -210,8 +210,7 @@ class _Search:
     def further(self, findings: Findings, forecast: MemoryForecast, scout: Scout) -> Findings:
         """Searches cards, groups and ranks by estimates, and confirms them by forecasts while time allows."""
         until = time.perf_counter() + _PROVING_SECONDS - 2 * forecast.seconds
-        cards = {size: (found.peak_bytes, found.fits) for size, found in scout.cards(forecast.job).items()}
-        longest, proofs = findings.longest_completion, 0
+        cards, longest, proofs = scout.cards(forecast.job), findings.longest_completion, 0
         while longest > 1 and proofs < _PROOFS:
             self.tell(f"proving completions of {longest:,} tokens")
             if self.forecast(settings={"max_completion_length": longest}).fits:

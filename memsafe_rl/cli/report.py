@@ -14,17 +14,7 @@ from jinja2 import Environment, PackageLoader
 from memsafe_rl import units
 from memsafe_rl.cli.arguments import refusal
 from memsafe_rl.cli.charts import COLORS, Drawing, Limit, Mark, Plot, Series, draw_all, learning_sections
-from memsafe_rl.diagnostics.run_figures import (
-    PHASES,
-    Record,
-    RunFolder,
-    column,
-    known,
-    number,
-    phase_peaks,
-    read_run,
-    run_figures,
-)
+from memsafe_rl.diagnostics.run_figures import PHASES, Record, RunFolder, by_phase, column, known, number, read_run
 from memsafe_rl.memory.runtime.headroom import headroom_of
 from memsafe_rl.units import chat_text, format_bytes
 
@@ -73,8 +63,7 @@ def page(folder: RunFolder) -> str:
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     writers = (units.plain, units.percent, units.format_seconds, units.bytes_or_dash, sentence, plan_value, cell)
     environment.filters |= {writer.__name__: writer for writer in writers}
-    rows, events = number(folder.run.get("rollout_rows")), _placed(folder.events)
-    figures = run_figures(folder.steps, folder.events, rollout_rows=rows, counts_tensors=folder.counts_tensors)
+    figures, events = folder.figures, _placed(folder.events)
     budget, failures = figures.budget_bytes, [event for event in events if event.get("event") == "failure"]
     listed = [event for event in events if event.get("event") not in ("plan", "forecast")]
     first, *later = folder.run.get("starts") or [folder.run]
@@ -91,7 +80,6 @@ def page(folder: RunFolder) -> str:
         lost_share=figures.seconds_lost / figures.seconds if figures.seconds else 0.0,
         headroom=headroom_of(figures.peak_bytes or 0, budget).value if budget and figures.peak_bytes else "",
         memory=_memory(folder, events) if folder.steps else (),
-        held=any(record.get("held_at_peak") for record in folder.steps),
         forecast=_forecast(folder),
         notes=_notes(events),
         failures=len(failures),
@@ -126,7 +114,7 @@ def _memory(folder: RunFolder, events: Sequence[Record]) -> list[Drawing]:
     if not highest.series:
         together = [Series("peak", column(records, "memory/peak_bytes"), 7)]
         highest = plot(f"{title}, all uses together", together, stacked=True, marks=marks)
-    peaks = [phase_peaks(record) for record in records]
+    peaks = [by_phase(record) for record in records]
     lines = [
         Series(name, [number(found.get(name)) for found in peaks], color)
         for color, name in enumerate(PHASES)
@@ -154,7 +142,7 @@ def _layers(folder: RunFolder, held: Sequence[Mapping[str, int]]) -> list[Series
 
 
 def _held_at_highest(record: Record) -> Mapping[str, int]:
-    held, peaks = record.get("held_at_peak") or {}, phase_peaks(record)
+    held, peaks = record.get("held_at_peak") or {}, by_phase(record)
     there = [phase for phase in peaks if phase in held]
     return held[max(there, key=lambda phase: peaks[phase])] if there else {}
 

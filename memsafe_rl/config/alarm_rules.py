@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from memsafe_rl.config import refusal
-from memsafe_rl.config.declaring import Setting, check_band, check_choice, check_known, declare, read, setting
+from memsafe_rl.config.declaring import Declared, check_band, check_choice, check_known, declare, read, setting
 
 rule = partial(setting, none="no alarm", positional=True)
 
 
 @declare(frozen=True)
-class AlarmRules:
+class AlarmRules(Declared):
     """From which values on there is an alarm; None switches a rule off."""
-
-    declared: ClassVar[Mapping[str, Setting]]
 
     truncation: float | None = rule(0.05, "Share of a rollout's completions that are cut off.", above=0, high=1)
     judge_seconds: float | None = rule(6.0, "Seconds that one reward function takes for a rollout.", above=0)

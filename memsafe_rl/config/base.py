@@ -338,13 +338,10 @@ class TrainerConfig(TrainerSettings, ABC):
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files: the first rank does."""
+        """Whether this process writes files and the log: the first rank does."""
         return self.process_index == 0
 
-    @property
-    def should_log(self) -> bool:
-        """Whether this process writes the log: the first rank does."""
-        return self.process_index == 0
+    should_log = should_save
 
     @property
     def train_batch_size(self) -> int:

@@ -14,18 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from types import NoneType
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    Protocol,
-    TypeVar,
-    cast,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 from memsafe_rl.config import refusal
 from memsafe_rl.errors import ConfigError, did_you_mean
@@ -270,8 +259,8 @@ def setting(
     return Setting(default, text, group, None if interval == Range(none=none) else interval, **traits)
 
 
-class Declared(Protocol):
-    """A class under `declare`."""
+class Declared:
+    """Base of the classes under `declare`."""
 
     declared: ClassVar[Mapping[str, Setting]]
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from memsafe_rl.config import refusal
-from memsafe_rl.config.declaring import Setting, check_band, check_known, declare, setting
+from memsafe_rl.config.declaring import Declared, check_band, check_known, declare, setting
 
 _BOUNDS_SPAN = 10.0  # without bounds, a steered beta stays within this factor of its first value, up or down
 _BANDS = {"kl_band": ("nats per token", "[0.02, 0.06]"), "beta_bounds": ("nats", "[0.01, 1.0]")}
 
 
 @declare(frozen=True)
-class Objective:
+class Objective(Declared):
     """One of several things a run learns at once; its rows are those that its reward functions scored."""
-
-    declared: ClassVar[Mapping[str, Setting]]
 
     name: str
     rewards: tuple[str, ...] = setting((), "Names of its reward functions.", positional=True)

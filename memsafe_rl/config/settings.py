@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from memsafe_rl.config.alarm_rules import ALARMS
-from memsafe_rl.config.declaring import Setting, declare, setting
+from memsafe_rl.config.declaring import Declared, Setting, declare, setting
 
 if TYPE_CHECKING:  # what a validated configuration holds
     Settings = dict[str, Any] | None
@@ -99,10 +98,8 @@ CACHES = (
 
 
 @declare()
-class RunSettings:
+class RunSettings(Declared):
     """What any training run has: length, optimizer, precision, memory, evaluation, checkpoints, log."""
-
-    declared: ClassVar[Mapping[str, Setting]]
 
     output_dir: Filled = run(
         None, "Folder of checkpoints, the final model and the metrics log; None: 'trainer_output'.", positional=True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -127,22 +127,18 @@ def matching(span: tuple[int, int], configuration: Configuration) -> tuple[Known
     return (*found, *_solved_logits(span, configuration))  # a last batch is smaller, most sequences are shorter
 
 
-def named_vocabularies(log: str) -> tuple[int, ...]:
-    """Lists the vocabularies of the models that a log names."""
-    return tuple(vocab for vocab, (_, named) in VOCABULARIES.items() if re.search(named, log, re.IGNORECASE))
-
-
-def guesses(span: tuple[int, int], vocabularies: Collection[int] = ()) -> tuple[KnownTensor, ...]:
-    """Guesses which common vocabulary's logits have the bytes of a request, by a number of rows that is round."""
+def guesses(span: tuple[int, int], log: str) -> tuple[KnownTensor, ...]:
+    """Guesses which common vocabulary's logits have a request's bytes: one that the log names, or with round rows."""
     if span[0] < _LEAST_GUESSED_BYTES:
         return ()
+    named = [vocab for vocab, (_, names) in VOCABULARIES.items() if re.search(names, log, re.IGNORECASE)]
     found = []
     for vocab, (whose, _) in VOCABULARIES.items():
         fitting = _counts(span, 4 * vocab)
-        if not fitting or (vocabularies and vocab not in vocabularies):
+        if not fitting or (named and vocab not in named):
             continue
         rows = max(fitting, key=_roundness)
-        if vocabularies or _roundness(rows) >= _LEAST_ROUND:
+        if named or _roundness(rows) >= _LEAST_ROUND:
             # Some number fits nearly every vocabulary. It surprises if its power of two is large for the open range.
             found.append((_roundness(rows) / len(fitting), rows, vocab, whose))
     guessed = []

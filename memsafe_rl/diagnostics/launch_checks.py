@@ -36,6 +36,7 @@ def check_launch_file(
     keys: Collection[str],
     distributed_types: Collection[str],
     precisions: Collection[str],
+    parameters: int | None,
 ) -> tuple[Finding, ...]:
     """Checks a file of `accelerate launch --config_file`."""
     if not isinstance(content, Mapping):
@@ -44,7 +45,8 @@ def check_launch_file(
     found = [*_unknown_keys(content, name, keys), *_distribution(content, name, distributed_types)]
     found += (*_processes(content, name, environment), *_gpu_ids(content, name, environment))
     found += (*_precision(content, name, precisions), *_sections(content, name))
-    return in_order([*found, *check_threads(environment, _count(content))])
+    found += (*check_threads(environment, _count(content)), *_offloaded_by(content, name, environment, parameters))
+    return in_order(found)
 
 
 def _count(content: Mapping[Any, Any]) -> int:
@@ -210,16 +212,15 @@ def _offloads(run: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         yield "deepspeed", "the optimizer's state, offloaded to the CPU,", _SHARDED_OPTIMIZER_BYTES
 
 
-def check_launch_memory(
-    content: Mapping[str, Any], name: str, environment: Environment, *, parameters: int | None
-) -> tuple[Finding, ...]:
+def _offloaded_by(
+    content: Mapping[Any, Any], name: str, environment: Environment, parameters: int | None
+) -> Iterator[Finding]:
     """Checks that the RAM holds what an accelerate file offloads."""
     # Sharded or not, the processes of a machine together hold one optimizer state.
-    needed, free, found = _SHARDED_OPTIMIZER_BYTES * (parameters or 0), environment.host_free_bytes, []
+    needed, free = _SHARDED_OPTIMIZER_BYTES * (parameters or 0), environment.host_free_bytes
     sizes = {"needed": format_bytes(needed), "free": format_bytes(free)}
     for section, key in (("deepspeed_config", "offload_optimizer_device"), ("fsdp_config", "fsdp_offload_params")):
         inside = content.get(section)
         asked = isinstance(inside, Mapping) and (inside.get(key) == "cpu" or inside.get(key) in _TRUE)
         if asked and needed > free > 0:
-            found.append(finding("host-memory/offload", **sizes, name=name, section=section, key=key))
-    return tuple(found)
+            yield finding("host-memory/offload", **sizes, name=name, section=section, key=key)

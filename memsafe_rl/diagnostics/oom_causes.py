@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memsafe_rl.diagnostics.known_tensors import (
-    Configuration,
-    KnownTensor,
-    guesses,
-    matching,
-    named_vocabularies,
-    span_of,
-)
+from memsafe_rl.diagnostics.known_tensors import Configuration, KnownTensor, guesses, matching, span_of
 from memsafe_rl.diagnostics.oom_messages import Allocator, OutOfMemoryMessage, Place, Printed
 from memsafe_rl.errors import texts_beside
 from memsafe_rl.units import format_bytes
@@ -87,11 +80,9 @@ class Explanation:
     remedies: tuple[Remedy, ...]  # best first
 
 
-def explain_message(
-    message: OutOfMemoryMessage, configuration: Configuration | None = None, log: str = ""
-) -> Explanation:
+def explain_message(message: OutOfMemoryMessage, configuration: Configuration, log: str) -> Explanation:
     """Explains an out-of-memory message."""
-    tensors = _tensors(message, configuration or Configuration(), log)
+    tensors = _tensors(message, configuration, log)
     reasons, share = _reasons(message, tensors), _stranded_share(message)
     remedies = _remedies(message, reasons, tensors)
     return Explanation(message, share, _neighbours(message), _outside(message), tensors, reasons, remedies)
@@ -104,7 +95,7 @@ def _tensors(message: OutOfMemoryMessage, known: Configuration, log: str) -> tup
     if known.known:
         return matching(span, known)
     if message.place in (None, Place.LOGITS, Place.BACKWARD):
-        return guesses(span, named_vocabularies(log))
+        return guesses(span, log)
     return ()
 
 

@@ -56,7 +56,7 @@ def run_figures(
 ) -> RunFigures:
     """Summarises a run."""
     seconds = sum(number(step.get("step_time")) or 0.0 for step in steps)
-    peaks = [(peak, phase) for step in steps for phase, peak in phase_peaks(step).items()]
+    peaks = [(peak, phase) for step in steps for phase, peak in by_phase(step).items()]
     peak, phase = max(peaks) if peaks else (None, None)
     rewards = known(steps, "reward")
     samples = None if rollout_rows is None else int(len(known(steps, "completions/mean_length")) * rollout_rows)
@@ -84,13 +84,8 @@ def run_figures(
     )
 
 
-def phase_peaks(record: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the peaks of one step by phase."""
-    return by_phase(record, "_peak_bytes")
-
-
-def by_phase(record: Mapping[str, Any], count: str) -> dict[str, int]:
-    """Returns a count of one step's bytes by phase, such as "_reserved_bytes"."""
+def by_phase(record: Mapping[str, Any], count: str = "_peak_bytes") -> dict[str, int]:
+    """Returns a count of one step's bytes by phase: the peaks, or such as "_reserved_bytes"."""
     found = {
         name.removeprefix("memory/").removesuffix(count): number(value)
         for name, value in record.items()
@@ -136,6 +131,12 @@ class RunFolder:
     completions: Mapping[int, Sequence[Record]]  # by step
     status: Record
     damaged: int  # unreadable lines, such as one cut off by a crash
+
+    @property
+    def figures(self) -> RunFigures:
+        """The run in a few figures."""
+        rows = number(self.run.get("rollout_rows"))
+        return run_figures(self.steps, self.events, rollout_rows=rows, counts_tensors=self.counts_tensors)
 
 
 def read_run(folder: Path) -> RunFolder:

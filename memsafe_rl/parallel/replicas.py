@@ -29,9 +29,10 @@ from accelerate.utils import DistributedType, parse_flag_from_env
 from torch import Tensor, distributed, nn
 
 from memsafe_rl.accounting import host_memory
-from memsafe_rl.errors import ConfigError, MemsafeError
+from memsafe_rl.errors import MemsafeError
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
+from memsafe_rl.parallel import failure, refusal
 from memsafe_rl.parallel.one_process import OneProcess, Repeat
 from memsafe_rl.types import Component
 
@@ -54,22 +55,15 @@ def open_accelerator(use_cpu: bool, **options: Any) -> Accelerator:
     device = torch.device("cpu") if use_cpu else PartialState().default_device
     if (accelerator.device.type == "cpu") == (device.type == "cpu"):
         return accelerator
-    if accelerator.num_processes > 1:
-        raise ConfigError(
-            f"use_cpu is {use_cpu}, but the processes of this run are connected for {accelerator.device.type}. Give "
-            "all trainers of a process the same use_cpu."
-        )
+    refusal.when(accelerator.num_processes > 1, "use_cpu", use_cpu=use_cpu, connected=accelerator.device.type)
     accelerator.state.__dict__ = {**vars(accelerator.state), "device": device, "_cpu": use_cpu}
     return accelerator
 
 
 def connect(accelerator: Accelerator, *, sharded: bool, timeout_seconds: float) -> Parallel:
     """Returns what stands for the processes of a run, as it was launched, which may share what they train."""
-    if accelerator.distributed_type not in _KNOWN:
-        raise ConfigError(
-            f"the launcher asks for {accelerator.distributed_type}; only one process, replicated data parallel and "
-            "FSDP2 are supported. Launch with distributed_type NO, MULTI_GPU, MULTI_CPU or FSDP."
-        )
+    kind = accelerator.distributed_type
+    refusal.when(kind not in _KNOWN, "distributed_type", kind=kind)
     if accelerator.num_processes == 1:
         return OneProcess()
     return Replicas(accelerator, sharded=sharded, timeout_seconds=timeout_seconds)
@@ -210,11 +204,7 @@ class Replicas:
                 failed = self._exchange(size)
                 if failed is not None:
                     reason = self._reason.rstrip(b"\0").decode(errors="replace").rstrip(" .:")
-                    self._ended = (
-                        f"Rank {failed} ended the run: {reason}. This rank stopped with it, after the last step that "
-                        f"all ranks finished. See rank {failed}'s own error for the cause, and resume from the last "
-                        "checkpoint."
-                    )
+                    self._ended = str(failure("ended", failed=failed, reason=reason))
                     raise MemsafeError(self._ended)
                 yield tuple(self._word[1:])
             except RuntimeError as error:
@@ -231,11 +221,7 @@ class Replicas:
     def lost(self, error: RuntimeError) -> MemsafeError:
         """Says that a collective broke off, after which no other can work."""
         self._ended = _CUT_OFF
-        return MemsafeError(
-            f"rank {self.rank} lost the others ({error}): a rank was killed, took longer than ddp_timeout, or ended "
-            "where all have to call what gathers weights, such as save_model. See the other ranks' logs, and resume "
-            "from the last checkpoint."
-        )
+        return failure("lost", rank=self.rank, error=error)
 
     def _exchange(self, size: int = 0, *, has_failed: bool = False) -> int | None:
         """One reduction of a few integers; where a rank has failed, its reason follows."""

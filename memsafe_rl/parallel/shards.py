@@ -33,20 +33,19 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from memsafe_rl.accounting import charge, host_memory, local_part, staging
-from memsafe_rl.errors import ConfigError, MemsafeError, PeerOutOfMemoryError
+from memsafe_rl.errors import PeerOutOfMemoryError
 from memsafe_rl.memory.runtime.failures import is_out_of_memory
 from memsafe_rl.memory.runtime.interrupts import uninterrupted
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.blocks import blocks_of
 from memsafe_rl.models.module_state import DividedPart, tensor_place
+from memsafe_rl.parallel import failure, refusal
 from memsafe_rl.parallel.one_process import Repeat, Run, WholeWeights
 from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.types import Component
 
 T = TypeVar("T")
 
-_REMEDY = "Leave fsdp out; every rank then holds all weights."
-"""What to do with a network that is not divided."""
 _FORWARD = "memsafe_forward"
 """The method of a divided network inside of which FSDP2 expects its forward."""
 
@@ -326,11 +325,7 @@ def save_whole_only(model: Any) -> None:
     save = model.save_pretrained
 
     def checked(*arguments: Any, state_dict: Any = None, **options: Any) -> Any:
-        if state_dict is None:
-            raise MemsafeError(
-                "model.save_pretrained finds parts of the weights on each rank, under fsdp. Call "
-                "trainer.save_model(folder) on all ranks, which writes them whole."
-            )
+        failure.when(state_dict is None, "save_pretrained")
         return save(*arguments, state_dict=state_dict, **options)
 
     model.save_pretrained = checked
@@ -338,37 +333,24 @@ def save_whole_only(model: Any) -> None:
 
 def check_critic_dividable(critic: Any) -> None:
     """Refuses a critic that switches which of a network's weights are trained, which FSDP2 reads once."""
-    if critic.own_geometry is None and not critic.shares_forward:
-        raise ConfigError(
-            "critic='adapter' trains a second adapter on the model's weights, which fsdp does not divide yet. Leave "
-            "the critic out for a head on the model, or pass a model of its own."
-        )
+    refusal.when(critic.own_geometry is None and not critic.shares_forward, "critic")
 
 
 def check_draws_tokens(adapter: Any) -> None:
     """Refuses to divide what is no language model."""
-    if getattr(adapter, "lm", None) is None or adapter.time_separable:
-        raise ConfigError(f"fsdp divides language models, and {type(adapter.model).__name__} is none. {_REMEDY}")
+    is_none = getattr(adapter, "lm", None) is None or adapter.time_separable
+    refusal.when(is_none, "fsdp/none", kind=type(adapter.model).__name__)
 
 
 def check_dividable(adapter: Any) -> None:
     """Refuses to divide what has not been proved to learn the same."""
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise ConfigError(f"fsdp needs torch 2.13 or later, and this is {torch.__version__}. Upgrade torch.")
+    refusal.when(not hasattr(FSDPModule, "reset_iter_state"), "fsdp/torch", version=torch.__version__)
     check_draws_tokens(adapter)
-    told = f"fsdp divides language models, and {type(adapter.model).__name__}"
-    if not blocks_of(adapter.lm):
-        raise ConfigError(f"{told} has no repeated blocks. {_REMEDY}")
-    if any("trainable_tokens" in name for name, _ in adapter.lm.named_parameters()):
-        raise ConfigError(f"{told} trains single rows of a table (trainable_token_indices). {_REMEDY}")
+    kind, weights = type(adapter.model).__name__, dict(adapter.lm.named_parameters())
+    refusal.when(not blocks_of(adapter.lm), "fsdp/blocks", kind=kind)
+    refusal.when(any("trainable_tokens" in name for name in weights), "fsdp/rows", kind=kind)
     for block in blocks_of(adapter.lm):
         types = sorted({str(weight.dtype) for weight in block.parameters() if weight.requires_grad})
-        if len(types) > 1:
-            raise ConfigError(f"{told} trains weights of {' and '.join(types)} in one block. Load all in one type.")
-    odd = next((name for name, one in adapter.lm.named_parameters() if not one.is_floating_point()), None)
-    if odd is not None:
-        raise ConfigError(
-            f"{told} has quantised weights ({odd}), packed in whole numbers, which it cannot divide. Load a base in 4 "
-            "bits with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), or leave fsdp out; every rank then "
-            "holds all weights."
-        )
+        refusal.when(len(types) > 1, "fsdp/types", kind=kind, types=" and ".join(types))
+    odd = next((name for name, one in weights.items() if not one.is_floating_point()), None)
+    refusal.when(odd is not None, "fsdp/quantised", kind=kind, name=odd)

@@ -14,9 +14,7 @@ from memsafe_rl.models.diffusion.adapter import DiffusionAdapter
 from memsafe_rl.types import Ragged, Trajectory
 
 
-def lay_down(
-    prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int, objectives: int = 0
-) -> Trajectory:
+def lay_down(prompts: Sequence[Tensor], completions: Sequence[Tensor], group_size: int, objectives: int) -> Trajectory:
     """Lays prompts and completions down as a rollout in which every action counts and no advantage is zero."""
     rows = len(completions)
     advantages = torch.tensor([1.0, -1.0]).repeat(-(-rows // 2))[:rows] * (0.5 + torch.arange(rows) / rows)
@@ -42,9 +40,7 @@ def embedded_prompts(adapter: DiffusionAdapter, count: int) -> Prompts:
         return Prompts((), (), tuple(torch.zeros(adapter.policy.condition_shape) for _ in range(count)))
 
 
-def chains(
-    adapter: DiffusionAdapter, prompts: int, group_size: int, objectives: int = 0, *, needs_old: bool
-) -> Trajectory:
+def chains(adapter: DiffusionAdapter, prompts: int, group_size: int, objectives: int, *, needs_old: bool) -> Trajectory:
     """Lays down a rollout of chains, on the host."""
     policy, rows = adapter.policy, prompts * group_size
     candidates = policy.trained_steps.candidates(policy.stds)

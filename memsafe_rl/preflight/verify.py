@@ -117,11 +117,6 @@ class Verification:
         return self.plain, self.chosen, self.failing
 
     @property
-    def saved_bytes(self) -> int:
-        """Bytes by which the chosen plan's peak lies under the plain one's."""
-        return self.plain.peak_bytes - self.chosen.peak_bytes
-
-    @property
     def difference(self) -> float:
         """The largest difference of gradients; NaN where one is not finite."""
         found = [arm.gradient_difference or 0.0 for arm in (self.chosen, self.failing)]

@@ -61,19 +61,6 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a policy would do with a job on a device."""
-
-    peak_bytes: int  # int, bytes that its plans are predicted to reach
-    budget_bytes: int  # int, bytes that may be held
-
-    @property
-    def fits(self) -> bool:
-        """Whether the plans stay within the budget."""
-        return self.peak_bytes <= self.budget_bytes
-
-
-@dataclass(frozen=True)
 class Scout:
     """Asks a policy about jobs."""
 
@@ -83,8 +70,8 @@ class Scout:
     corrections: dict[str, float]  # per phase, what forecasts or measurements say of the estimates
     stranded_bytes: Mapping[str, int] = field(default_factory=dict)  # per phase, what the allocator needs besides
 
-    def outlook(self, job: Job) -> Outlook:
-        """Says what the policy would do."""
+    def peak_bytes(self, job: Job) -> int:
+        """Returns the bytes that the policy's plans are predicted to reach."""
         memory = MemoryState(
             device=self.device,
             budget_bytes=self.budget_bytes,
@@ -99,7 +86,11 @@ class Scout:
         predicted = [rollout.predicted_bytes.get(Phase.ROLLOUT), update.predicted_bytes.get(Phase.UPDATE)]
         known = [size for size in predicted if size is not None]
         refusal.when(len(known) < len(predicted), "predicted_bytes", kind=type(self.policy).__name__)
-        return Outlook(max(known), self.budget_bytes)
+        return max(known)
+
+    def fits(self, job: Job) -> bool:
+        """Whether the plans stay within the budget."""
+        return self.peak_bytes(job) <= self.budget_bytes
 
     def longest_completion(self, job: Job) -> int:
         """Finds the longest completion that fits."""
@@ -111,12 +102,13 @@ class Scout:
         """Finds the largest group that fits, prompts staying as many."""
         return self._largest(lambda size: replace(job, group_size=size), most)
 
-    def cards(self, job: Job, sizes_gib: Sequence[int] = CARD_GIB) -> dict[int, Outlook]:
-        """Asks about cards."""
-        budgets = {size: int(AUTO_SHARE * size * 2**30) for size in sizes_gib}
-        return {size: replace(self, budget_bytes=budget).outlook(job) for size, budget in budgets.items()}
+    def cards(self, job: Job, sizes_gib: Sequence[int] = CARD_GIB) -> dict[int, tuple[int, bool]]:
+        """Returns what the plans would reach on each card, and whether it fits there."""
+        cards = {size: replace(self, budget_bytes=int(AUTO_SHARE * size * 2**30)) for size in sizes_gib}
+        peaks = {size: card.peak_bytes(job) for size, card in cards.items()}
+        return {size: (peak, peak <= cards[size].budget_bytes) for size, peak in peaks.items()}
 
     def _largest(self, task: Callable[[int], Job], most: int) -> int:
-        if self.outlook(task(most)).fits:  # most often, for a policy cuts what it is given
+        if self.fits(task(most)):  # most often, for a policy cuts what it is given
             return most
-        return bisect_right(range(1, most), False, key=lambda size: not self.outlook(task(size)).fits)
+        return bisect_right(range(1, most), False, key=lambda size: not self.fits(task(size)))

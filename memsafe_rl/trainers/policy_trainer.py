@@ -137,12 +137,9 @@ class PolicyTrainer:
             self.forecast = (
                 forecast_before_loading(inputs, machine) if wants_forecast(self.args, request.model) else None
             )
-
-            def draw_rollout(prompts: list[Any]) -> Mapping[str, Any]:
-                """Returns a user's function the trainer it expects."""
-                return request.rollout_func(prompts, self)  # type: ignore[no-any-return]
-
-            setup = build_setup(inputs, machine, draw_rollout=None if request.rollout_func is None else draw_rollout)
+            draw = request.rollout_func  # which expects the trainer too
+            draw_rollout = None if draw is None else lambda prompts: draw(prompts, self)
+            setup = build_setup(inputs, machine, draw_rollout=draw_rollout)
             seed_rank(setup)
             handler = CallbackHandler([DefaultFlowCallback()], setup.model, setup.models.processing_class, None, None)
             self._loop = TrainingLoop(

@@ -30,7 +30,7 @@ from memsafe_rl.diagnostics.environment_checks import (
     check_script,
     check_settings,
 )
-from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_launch_memory, check_run_file
+from memsafe_rl.diagnostics.launch_checks import check_launch_file, check_run_file
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.runtime.cards import Card, CardProcess
 
@@ -181,7 +181,7 @@ HEALTHY_LAUNCH = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "N
 PAIR = {"distributed_type": "MULTI_GPU", "num_processes": 2}
 
 
-def of_launch(content: object, machine: Environment = MACHINE) -> tuple[Finding, ...]:
+def of_launch(content: object, machine: Environment = MACHINE, parameters: int | None = None) -> tuple[Finding, ...]:
     return check_launch_file(
         content,
         "launch.yaml",
@@ -189,6 +189,7 @@ def of_launch(content: object, machine: Environment = MACHINE) -> tuple[Finding,
         keys=tuple(ClusterConfig.__dataclass_fields__),
         distributed_types=tuple(kind.value for kind in DistributedType),
         precisions=tuple(kind.value for kind in PrecisionType),
+        parameters=parameters,
     )
 
 
@@ -318,8 +319,9 @@ def test_a_quantized_run_needs_bitsandbytes() -> None:
 
 def test_offloading_that_a_launch_file_asks_for_must_fit() -> None:
     content = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"offload_optimizer_device": "cpu"}}
-    assert codes(check_launch_memory(content, "a", MACHINE, parameters=8 * BILLION)) == ["host-memory"]
-    assert check_launch_memory(content, "a", MACHINE, parameters=BILLION) == ()
+    fitting = codes(of_launch(content, parameters=BILLION))
+    assert "host-memory" not in fitting
+    assert sorted(codes(of_launch(content, parameters=8 * BILLION))) == sorted([*fitting, "host-memory"])
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ REAL: tuple[tuple[str, str, Cause, str, Configuration], ...] = (
 def explained(log: str, configuration: Configuration | None = None) -> Explanation:
     message = find_message(log)
     assert message is not None
-    return explain_message(message, configuration, log)
+    return explain_message(message, configuration or Configuration(), log)
 
 
 def invoke(*words: object, **settings: Any) -> Any:
@@ -238,7 +238,7 @@ def test_a_network_that_the_log_names_is_the_one_that_is_guessed() -> None:
 
 
 def test_small_requests_are_not_guessed_at() -> None:
-    assert guesses(span_of(Printed(20 * MIB, 5_243), rounded_up=True)) == ()
+    assert guesses(span_of(Printed(20 * MIB, 5_243), rounded_up=True), "") == ()
 
 
 @pytest.mark.parametrize(

@@ -575,8 +575,8 @@ class TestSearch:
 
     def test_its_estimate_is_near_the_forecast(self, small_card: MemoryForecast) -> None:
         assert small_card.fits
-        found = scout_for(small_card).outlook(small_card.job)
-        assert found.peak_bytes == pytest.approx(small_card.peak_bytes, rel=0.15)
+        found = scout_for(small_card).peak_bytes(small_card.job)
+        assert found == pytest.approx(small_card.peak_bytes, rel=0.15)
 
     @pytest.mark.slow
     def test_the_longest_completion_fits_and_the_next_does_not(self, small_card: MemoryForecast) -> None:
@@ -584,12 +584,12 @@ class TestSearch:
         scout = scout_for(small_card)
         longest = scout.longest_completion(job)
         assert 0 < longest < 10**6 - 64
-        fits = [scout.outlook(replace(job, completion_tokens=tokens)).fits for tokens in (longest, longest + 1)]
+        fits = [scout.fits(replace(job, completion_tokens=tokens)) for tokens in (longest, longest + 1)]
         assert fits == [True, False]
 
     def test_larger_cards_hold_what_smaller_ones_hold(self, small_card: MemoryForecast) -> None:
         job = replace(small_card.job, held_bytes=3 * 2**30)
-        fits = [found.fits for found in scout_for(small_card).cards(job, (1, 2, 4, 24)).values()]
+        fits = [fits for _, fits in scout_for(small_card).cards(job, (1, 2, 4, 24)).values()]
         assert fits == [False, False, True, True]
 
     def test_a_policy_that_predicts_nothing_is_named(self, small_card: MemoryForecast) -> None:
@@ -599,4 +599,4 @@ class TestSearch:
 
         scout = Scout(Silent(RolloutPlan(), UpdatePlan()), "cuda", 2**34, {})
         with pytest.raises(ConfigError, match="Silent predicts no bytes"):
-            scout.outlook(small_card.job)
+            scout.peak_bytes(small_card.job)

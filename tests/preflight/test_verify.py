@@ -101,7 +101,7 @@ def test_bytes_saved_and_genuine_failures_on_a_simulated_device(tmp_path: Path, 
         if exact:  # the ledger's refusals are its own; such an allocation is refused before it
             assert device.refusals == refusals + 2
         # The plain plan holds the logits of all tokens: 8 rows of 12 tokens and 2,000 entries.
-        assert found.saved_bytes > 8 * 12 * 2000 * 4
+        assert found.plain.peak_bytes - found.chosen.peak_bytes > 8 * 12 * 2000 * 4
         assert max(found.plain.phase_peaks.values()) == found.plain.peak_bytes == found.plain.phase_peaks["update"]
         assert found.failing.peak_bytes < found.plain.peak_bytes
         state_bytes = 2 * sum(p.nbytes for p in model.parameters())
@@ -392,7 +392,6 @@ def outcome(**changes: Any) -> Verification:
 def test_verdicts() -> None:
     arm = outcome().chosen
     assert outcome().passed
-    assert outcome().saved_bytes == 50
     tied = replace(arm, tokens_equal=8, rows_differing=1, rows_excused=1)
     assert outcome(failing=tied).passed
     other = replace(arm, tokens_equal=8, rows_differing=1, rows_excused=0)

@@ -432,7 +432,7 @@ def test_ids_of_any_length() -> None:
 def test_every_row_of_a_made_up_rollout_counts() -> None:
     prompts = [torch.tensor([1, 2]), torch.tensor([3])]
     completions = [torch.tensor([1] * length) for length in (2, 1, 3, 1)]
-    made = probe_module.lay_down(prompts, completions, 2)
+    made = probe_module.lay_down(prompts, completions, 2, 0)
     assert made.advantages.tolist() == [0.5, -0.75, 1.0, -1.25]
     assert made.counted_actions == (2, 1, 3, 1)
     assert made.condition_of_row == made.group_of_row == (0, 0, 1, 1)

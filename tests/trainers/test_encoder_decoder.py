@@ -206,7 +206,7 @@ def test_a_group_holds_less_than_copies_of_its_prompt(tmp_path: Path) -> None:
     shared = peak(8, "shared")
     trainer = make_trainer(tmp_path / "x", model=tiny_t5())
     with SimulatedMemory() as memory:
-        copies = lay_down([torch.full((200,), 7 + row) for row in range(8)], [torch.arange(2, 8)] * 8, 1)
+        copies = lay_down([torch.full((200,), 7 + row) for row in range(8)], [torch.arange(2, 8)] * 8, 1, 0)
         terms = StepTerms(LossSettings(), Denominators(8, 48, 48), temperature=1.0, with_entropy=True)
         accumulate_gradient(
             trainer.adapter,

@@ -70,9 +70,7 @@ def fake_language_model(
     return model.eval()
 
 
-def fake_reward_model(
-    config: PretrainedConfig, *, name: str, dtype: torch.dtype, trust_remote_code: bool = False
-) -> Any:
+def fake_reward_model(config: PretrainedConfig, *, name: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Builds a sequence classifier with one output, of fake weights, to be called inside `fake_device`."""
     config = copy.deepcopy(config)
     config.num_labels, config.name_or_path = 1, name
