@@ -165,8 +165,6 @@ class DryRun:
             rollout_plan=tracker.rollout_plan,
             update_plan=tracker.update_plan,
             corrections=dict(state.corrections),
-            prompt_tokens=len(longest.prompt),
-            completion_tokens=longest.completion_tokens,
             job=_job(setup, longest, memory),
             refusal=refusal,
             ranks=self.config.world_size,

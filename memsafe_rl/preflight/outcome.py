@@ -165,8 +165,6 @@ class MemoryForecast:
     update_plan: UpdatePlan  # how optimizer steps are cut
     # per phase, forecast over estimated bytes above what was held before it, as a run would learn them
     corrections: Mapping[str, float]
-    prompt_tokens: int  # longest prompt, in tokens
-    completion_tokens: int  # longest completion, in tokens
     job: Job  # the sizes of the run that decide what it holds
     assumptions: tuple[str, ...] = ()  # what was taken for granted, in plain sentences
     refusal: str | None = None  # why the run cannot fit, in plain words; None where it fits
@@ -237,8 +235,8 @@ class MemoryForecast:
             "rollout_plan": plain_plan(self.rollout_plan),
             "update_plan": plain_plan(self.update_plan),
             "corrections": dict(self.corrections),
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
+            "prompt_tokens": self.job.prompt_tokens,
+            "completion_tokens": self.job.completion_tokens,
             "ranks": self.ranks,
             "sharding": self.sharding,
             "host_bytes": self.host_bytes,

@@ -21,7 +21,7 @@ from memsafe_rl.data.prompts import Prompts, prompt_batches, prompt_of
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.runtime.recovery import capture_random_state, set_random_state, under
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.models.adapter import DecodeState, ModelAdapter
+from memsafe_rl.models.adapter import Context, DecodeState, ModelAdapter
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.ops.sampling import noise_slots
 from memsafe_rl.preflight import unusable
@@ -37,7 +37,6 @@ from memsafe_rl.training.gradient import StepTerms
 from memsafe_rl.training.learner import Learner, counting_experts
 from memsafe_rl.training.loop import TrainingLoop
 from memsafe_rl.training.samples import Rollout
-from memsafe_rl.training.scorer import Context
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     KV_BLOCK_SLOTS,

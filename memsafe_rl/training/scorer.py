@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -14,7 +13,7 @@ from torch import Tensor
 from memsafe_rl.accounting import charge, host_memory
 from memsafe_rl.memory.runtime.recovery import Attempt
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.models.adapter import ModelAdapter
+from memsafe_rl.models.adapter import Context, ModelAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import expected_gaps
 from memsafe_rl.ops.importance import accepted, importance_weights
@@ -23,8 +22,6 @@ from memsafe_rl.rollout.server.teacher import taught_logprobs
 from memsafe_rl.training.samples import Samples
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import Component, Phase, Ragged, RolloutPlan, RolloutWork, Trajectory, UpdateWork
-
-Context = Callable[[], AbstractContextManager[object]]
 
 
 class Scorer:

@@ -471,7 +471,7 @@ class TestOfACard:
     def test_what_is_given_of_the_prompts_is_told(self, folder: Path, on_a_gib: MemoryForecast) -> None:
         assert "the longest prompt has 64 tokens (as given)" in on_a_gib.assumptions
         assumed = on_a_card(folder, prompt_tokens=None, settings={"max_prompt_length": 33})
-        assert assumed.prompt_tokens == 33
+        assert assumed.job.prompt_tokens == 33
         assert "the longest prompt has 33 tokens (max_prompt_length)" in assumed.assumptions
         dataset = Dataset.from_dict({"prompt": ["abc", "a" * 17]})
         found = on_a_card(folder, prompt_tokens=None, train_dataset=dataset, processing_class=tiny_tokenizer())
@@ -481,7 +481,7 @@ class TestOfACard:
     def test_a_length_is_assumed_where_nobody_says(self, tmp_path: Path) -> None:
         tiny_model("qwen3", positions=2048).save_pretrained(tmp_path)
         assumed = on_a_card(tmp_path, prompt_tokens=None)
-        assert assumed.prompt_tokens == 512
+        assert assumed.job.prompt_tokens == 512
         assert "the longest prompt has 512 tokens (assumed, for nothing says how long prompts are)" in (
             assumed.assumptions
         )
