@@ -206,11 +206,6 @@ def _in_steps(
     return run
 
 
-def _gelu_tanh_steps(x: Tensor) -> Tensor:
-    inner = x * x
-    return inner.mul_(x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi)).tanh_().add_(1).mul_(x).mul_(0.5)
-
-
 _silu = _in_steps(functional.silu, lambda x: x / x.neg().exp_().add_(1), torch.ops.aten.silu_backward)
 _sigmoid = _in_steps(
     torch.sigmoid,
@@ -222,7 +217,7 @@ _gelu_erf = _in_steps(
 )
 _gelu_tanh = _in_steps(
     partial(functional.gelu, approximate="tanh"),
-    _gelu_tanh_steps,
+    lambda x: (x * x).mul_(x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi)).tanh_().add_(1).mul_(x).mul_(0.5),
     partial(torch.ops.aten.gelu_backward, approximate="tanh"),
 )
 

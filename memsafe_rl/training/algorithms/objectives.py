@@ -26,8 +26,6 @@ from memsafe_rl.training.gradient import StepGradient, StepTerms, joined
 from memsafe_rl.training.metrics.step_metrics import read_step, step_metrics
 from memsafe_rl.types import Denominators, Trajectory
 
-# ------------------------------------------------------------------ rows
-
 if TYPE_CHECKING:
     from memsafe_rl.training.samples import Rollout
     from memsafe_rl.training.setup import TrainingSetup
