@@ -16,8 +16,6 @@ from memsafe_rl.models.language.packing import attention_again
 from memsafe_rl.models.module_state import implementation, replaced
 from memsafe_rl.ops.fixed_tiles import fixed_tiles
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
 _here = threading.local()
 
 STEP_COST: dict[tuple[str, str], float] = {
@@ -51,7 +49,7 @@ def batch_invariant(configs: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def computed_again() -> Callable[[], Contexts]:
+def computed_again() -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
     """Returns what torch's checkpointing needs to compute in a recomputation as in the forward pass now running."""
     configs, attending = getattr(_here, "configs", None), attention_again()
     if configs is None:
