@@ -205,6 +205,7 @@ def test_every_setting_is_either_used_by_chains_or_known_to_be_of_tokens() -> No
         ({"num_inference_steps": 0}, "num_inference_steps is 0"),
         ({"num_inference_steps": 2.5}, "num_inference_steps is 2.5"),
         ({"guidance_scale": "2"}, "guidance_scale is '2'"),
+        ({"guidance_gradient": "False"}, "guidance_gradient is 'False'. Set it to True or False"),
         ({"guidance_scale": float("nan")}, "guidance_scale is nan"),
         ({"state_dtype": "bfloat16"}, "state_dtype is 'bfloat16'"),
         ({"state_dtype": torch.float8_e4m3fn}, "state_dtype is torch.float8"),

@@ -430,6 +430,7 @@ def test_rollouts_of_a_user_are_kept_to_the_contexts_of_model_and_critic(tmp_pat
     ("arguments", "words"),
     [
         ({"critic": "adapter", "peft_config": None}, "no first one.*peft_config"),
+        ({"critic": tiny_model("llama").requires_grad_(False)}, "critic is a LlamaForCausalLM without a trainable"),
         ({"critic": 5}, r"critic is 5 \(int\)\. Give None for a head on the model's own hidden states"),
         ({"critic": tiny_model("gpt2").transformer}, "critic is a GPT2Model, which has no head"),
         ({"critic": tiny_model("llama", vocab_size=20)}, "20 tokens and the model's 258"),

@@ -34,6 +34,8 @@ _REMEDIES = {
     Component.TRAJECTORY: "set trajectory_device='host'",
 }
 
+_OF_DENOISERS = "train an adapter, set guidance_gradient=False, or take a smaller denoiser or smaller states"
+
 _BY_PHASE = {
     Phase.LOAD: Component.WEIGHTS,
     Phase.ROLLOUT: Component.KV_CACHE,
@@ -68,8 +70,10 @@ def explain(
     holders = sorted(((size, name) for name, size in held_bytes.items() if size > 0), reverse=True)
     held = ", ".join(f"{name} {format_bytes(size)}" for size, name in holders) or "nothing this library knows of"
     largest = f" The largest holder is {holders[0][1]}." if holders else ""
+    between = failure.phase is Phase.LOAD and failure.step > 0
+    doing = "Work between two steps" if between else _DOING[failure.phase]
     return (
-        f"{_DOING[failure.phase]} does not fit in memory (step {failure.step + 1}): {asked} could not be allocated "
+        f"{doing} does not fit in memory (step {failure.step + 1}): {asked} could not be allocated "
         f"within {format_bytes(limit_bytes)}, of which {format_bytes(max(0, failure.live_bytes))} are held outside "
         f"this work ({held}).{largest} {_tried(plans, failure, policy)} "
         f"{_remedy(failure, [name for _, name in holders])} The allocator said: {failure.message}"
@@ -96,5 +100,7 @@ def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:
     advice = [_REMEDIES[_BY_PHASE[failure.phase]]] if failure.phase in _BY_PHASE else []
     known = [Component(name) for name in holders if name in set(Component)]
     advice += [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
+    if failure.work is not None and failure.work.geometry.unit is not None:
+        advice = [_OF_DENOISERS]
     advice.append("raise memory_budget or use a larger device")
     return f"To change: {'; or '.join(dict.fromkeys(advice))}."

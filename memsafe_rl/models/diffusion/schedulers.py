@@ -203,8 +203,9 @@ class FlowSDEScheduler(LinearScheduler):
 
     Args:
         noise_level: a, above 0.
-        noise_shape: "rising" for ``s = a sqrt(t / (1 - t))`` (Flow-GRPO; at t = 1, where it is infinite, its value at
-            the second timestep), or "constant" for ``s = a`` (Xue et al. 2025, DanceGRPO, arXiv:2505.07818).
+        noise_shape: "rising" for ``s = a sqrt(t / (1 - t))`` (Flow-GRPO; at t = 1, where it is infinite, the
+            denominator is the second timestep's), or "constant" for ``s = a`` (Xue et al. 2025, DanceGRPO,
+            arXiv:2505.07818).
         shift: bends the timesteps towards noise, ``t <- shift t / (1 + (shift - 1) t)`` (Esser et al. 2024,
             arXiv:2403.03206, eq. 23); 1 leaves them even.
         time_scale: the denoiser is told ``time_scale · t``.
@@ -224,6 +225,7 @@ class FlowSDEScheduler(LinearScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         refusal.when(not _is_positive(self.shift), "shift", shift=self.shift)
+        refusal.when(not _is_positive(self.time_scale), "time_scale", time_scale=self.time_scale)
 
     def set_timesteps(self, num_inference_steps: int) -> None:
         """Lays the steps of a chain out, from t = 1 to t = 0; refuses fewer than 2, of which none would have noise."""

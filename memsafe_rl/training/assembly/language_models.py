@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from memsafe_rl.config.base import TrainerConfig
@@ -136,6 +136,8 @@ class LanguageModels(ModelFactory):
         refusal.when(self._image_reader is not None, "critic/images")
         trusted = self._config.trust_remote_code
         wanted = critic_named(wanted, trust_remote_code=trusted) if isinstance(wanted, str) else wanted
+        frozen = isinstance(wanted, nn.Module) and not any(weight.requires_grad for weight in wanted.parameters())
+        refusal.when(frozen, "critic/trainable", kind=type(wanted).__name__)
         loaded = load_model(wanted, trust_remote_code=trusted, device=adapter.device).model
         refusal.when(loaded.get_output_embeddings() is None, "critic/head", kind=type(loaded).__name__)
         own_weights, weights = ({id(one) for one in network.parameters()} for network in (loaded, adapter.model))

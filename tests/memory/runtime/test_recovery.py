@@ -19,8 +19,18 @@ from memsafe_rl.memory.runtime.meters import SimulatedMeter
 from memsafe_rl.memory.runtime.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recovery, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
+from memsafe_rl.memory.runtime.verdict import explain
 from memsafe_rl.memory.simulated.device import SimulatedMemory
-from memsafe_rl.types import Component, MemoryFailure, Phase, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
+from memsafe_rl.types import (
+    Component,
+    MemoryFailure,
+    Phase,
+    RolloutPlan,
+    RolloutWork,
+    UnitBytes,
+    UpdatePlan,
+    UpdateWork,
+)
 from memsafe_rl.units import format_bytes
 from tests.memory.planning.test_policies import GEOMETRY
 
@@ -236,6 +246,17 @@ def test_what_a_policy_raises_comes_out(device: Device) -> None:
 
     with pytest.raises(ValueError, match="not today"):
         Recovery(device.tracker, Broken()).attempts(Stage.ACCUMULATE, PLAN, WORK)(Failing(99))
+
+
+def test_what_is_advised_fits_what_runs() -> None:
+    def told(phase: Phase, **more: Any) -> str:
+        return explain(MemoryFailure(phase, 10, 1, "no", **more), {}, [], limit_bytes=9, policy="")
+
+    assert told(Phase.LOAD).startswith("Loading the model does not fit")
+    assert told(Phase.LOAD, step=1).startswith("Work between two steps does not fit")
+    assert "lower max_completion_length" in told(Phase.UPDATE, work=WORK)
+    denoises = replace(WORK, geometry=replace(GEOMETRY, unit=UnitBytes(1, 1, 1, 1)))
+    assert "To change: train an adapter, set guidance_gradient=False" in told(Phase.UPDATE, work=denoises)
 
 
 def test_work_without_a_plan_is_repeated_a_few_times(device: Device) -> None:

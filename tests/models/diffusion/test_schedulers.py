@@ -161,6 +161,7 @@ def test_the_first_step_of_any_flow_takes_the_noise_of_the_second_timestep(shift
         (lambda: DDPMScheduler(variance_type="learned"), r"variance_type is 'learned'"),
         (lambda: FlowSDEScheduler(noise_level=0), r"noise_level is 0"),
         (lambda: FlowSDEScheduler(shift=-1), r"shift is -1"),
+        (lambda: FlowSDEScheduler(time_scale=math.nan), r"time_scale is nan"),
         (lambda: laid_out(FlowSDEScheduler(), 1), r"num_inference_steps is 1; the last step of a flow has no noise"),
         (lambda: laid_out(FlowSDEScheduler(noisy_steps=(3, 10)), 10), r"noisy_steps is \(3, 10\).*end <= 9"),
         (lambda: as_scheduler(SimpleNamespace(config=SimpleNamespace())), r"neither alphas_cumprod nor sigmas"),
