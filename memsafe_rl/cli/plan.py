@@ -153,7 +153,7 @@ def _ingredients(wanted: Wish) -> dict[str, Any]:
     chosen, config = wanted.run.fields, wanted.run.config
     given: dict[str, Any] = {
         "peft_config": adapter(chosen.peft),
-        "quantization_config": quantization(chosen.quantization, bf16=True),
+        "quantization_config": quantization(chosen.quantization, bf16=bool(config.bf16)),
         "memory_policy": chosen_policy(chosen.memory_policy, config),
         "critic": chosen.critic,
         "reward_models": wanted.reward_models,
@@ -203,8 +203,8 @@ class _Search:
         except Exception as error:  # of any kind: it comes from inside a network whose config may say anything
             raise MemsafeError(
                 f"{self.wanted.run.fields.model} does not run on tensors without bytes ({kind_and_line(error)}), so it "
-                "cannot be forecast. Check the sizes in its config.json; if they are right, use probe_worst_case in "
-                "the run itself."
+                "cannot be forecast. Check the sizes in its config.json, and the adapter; if all is right, use "
+                "probe_worst_case in the run itself."
             ) from error
 
     def further(self, findings: Findings, forecast: MemoryForecast, scout: Scout) -> Findings:

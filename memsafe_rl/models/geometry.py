@@ -93,8 +93,10 @@ def _window(layer: Any) -> int | None:
 
 
 def _first(source: Any, *names: str, default: Any) -> Any:
+    differing = getattr(source, "per_layer_attributes", None) or ()  # of Gemma 4, whose layers have sizes of their own
     for name in names:
-        value = getattr(source, name, None)
+        layers = source.per_layer_config if name in differing else None
+        value = getattr(source, name, None) if layers is None else [getattr(layer, name) for layer in layers]
         if isinstance(value, (list, tuple)) and value:
             value = max(value)
         if value is not None:

@@ -132,10 +132,11 @@ def load_model(
     teacher: Teacher | None = None,
     room_bytes: int | None = None,
     sees_images: bool = False,
+    half: torch.dtype = torch.bfloat16,
 ) -> LoadedModel:
     """Loads what is trained and, if wanted, what answers for the reference.
 
-    Weights of a named model that stay frozen (the base under an adapter, the reference) are bf16 on CUDA, trained
+    Weights of a named model that stay frozen (the base under an adapter, the reference) are ``half`` on CUDA, trained
     ones fp32; all are fp32 elsewhere; ``model_init_kwargs["dtype"]`` overrides both. Weights of a new adapter are
     fp32. A model object keeps its types. The reference costs no second copy of the base under an adapter: a new
     adapter is switched off; one that came with the model is copied, as it is now, to a frozen adapter "ref". Without an
@@ -152,12 +153,14 @@ def load_model(
     _check_reference(model, peft_config, ref_model)
     facts = read_config(model, trust_remote_code=trust_remote_code, model_init_kwargs=arguments)
     device = torch.device(device)
+    frozen_dtype = half if device.type == "cuda" else torch.float32
 
     def load(name: Any, frozen: bool) -> Any:
         given, room = arguments, None if peft_config is None else room_bytes
         if room is not None and _bytes_in_4_bits(facts.config, arguments, trust_remote_code=trust_remote_code) > room:
             given = {"device_map": {"": "cpu"}, **arguments}  # quantised there, since the device has no room
-        return _from_name(name, facts.config, given, trust_remote_code, device, frozen=frozen)
+        dtype = frozen_dtype if frozen else torch.float32
+        return _from_name(name, facts.config, given, trust_remote_code, device, dtype=dtype)
 
     with charge(Component.WEIGHTS):
         base: Any = load(model, frozen=peft_config is not None) if isinstance(model, str) else model
@@ -192,7 +195,8 @@ def load_model(
             if teacher.joins(model, peft_config):
                 teacher.join(trained)
             else:
-                reference = teacher.over(_from_name(teacher.base, own.config, given, trusted, device, frozen=True))
+                loaded = _from_name(teacher.base, own.config, given, trusted, device, dtype=frozen_dtype)
+                reference = teacher.over(loaded)
         copied = None if reference is None else language_model_of(reference)
         put_on(language_model_of(trained), device, room_bytes, copied)
     if not any(weight.requires_grad for weight in trained.parameters()):
@@ -298,13 +302,18 @@ def _check_kind(model: Any, told: str = "model") -> None:
 
 
 def _from_name(
-    name: str, config: Any, arguments: Mapping[str, Any], trust_remote_code: bool, device: torch.device, *, frozen: bool
+    name: str,
+    config: Any,
+    arguments: Mapping[str, Any],
+    trust_remote_code: bool,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
 ) -> Any:
-    """Loads a model into host memory, in the types that its device wants; a quantised one to where it is told."""
+    """Loads a model into host memory, in a type unless one is asked for; a quantised one to where it is told."""
     settings = {"trust_remote_code": trust_remote_code, **arguments}
     if "dtype" not in settings:
-        frozen_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        settings["dtype"] = settings.pop("torch_dtype", frozen_dtype if frozen else torch.float32)
+        settings["dtype"] = settings.pop("torch_dtype", dtype)
     # bitsandbytes quantises on the way to the device, so weights must be told at once where they go.
     if settings.get("quantization_config") is not None:
         settings.setdefault("device_map", {"": device})

@@ -165,6 +165,7 @@ class _Network:
     beside: Callable[[Any], None] | None  # puts a critic's or a teacher's adapter beside its own
     teacher: Teacher | None = None  # a network of its own
     sees_images: bool = False  # whether a processor reads the prompts
+    half: torch.dtype = torch.bfloat16  # type of frozen weights on a card
 
     @classmethod
     def of(
@@ -182,7 +183,8 @@ class _Network:
         teacher = None if name is None else Teacher.named(name, dict(settings.teacher_model_init_kwargs or {}))
         if teacher is not None and teacher.joins(model, peft_config):
             beside, teacher = partial(teacher.join, fake=True), None
-        return cls(config, init, device, peft_config, quantization, settings.trust_remote_code, beside, teacher)
+        half, trusted = settings.autocast_dtype or torch.bfloat16, settings.trust_remote_code
+        return cls(config, init, device, peft_config, quantization, trusted, beside, teacher, half=half)
 
     def __call__(self, *, frozen: bool = False, shallow: bool = False) -> Any:
         """Makes it with fake weights; ``frozen`` as a reference, ``shallow`` with one block of each kind."""
@@ -211,7 +213,7 @@ class _Network:
         """Returns the type in which its weights are loaded, as `load_model` does."""
         given = _dtype(self.init.get("dtype", self.init.get("torch_dtype")), self.config)
         is_frozen = frozen or self.peft_config is not None
-        return given or (torch.bfloat16 if self.device == "cuda" and is_frozen else torch.float32)
+        return given or (self.half if self.device == "cuda" and is_frozen else torch.float32)
 
     @property
     def assumption(self) -> str:

@@ -361,6 +361,8 @@ class Probe:
             sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
         )
 
+        in_parts = setup.config.partial_rollout_tokens is not None and drawing.phase is Phase.ROLLOUT
+
         def from_first_to_last(plan: RolloutPlan) -> None:
             first = rows[: self._together(ids, rows, plan)]
             context = longest.ids(longest.row_tokens - 2)
@@ -372,6 +374,8 @@ class Probe:
             if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
                 alike = [(0, sample) for sample in range(len(first))]
                 generate(adapter, *_samples([context], alike), replace(two_tokens, max_new_tokens=2), under(plan))
+            if in_parts:
+                _read_alone(adapter, first, longest, two_tokens, plan)
             if several and adapter.decodes and plan.kept_kv_bytes < episodes.most_kept_bytes(work):
                 _read_again(adapter, ids, first, longest, two_tokens, plan)
 
@@ -517,8 +521,19 @@ def _read_again(
         others = _AtTheEnd(adapter, longest, settings, plan.prefill_tokens, [context] * together)
         generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
     else:
-        keys = [[SequenceKey(0, 0, *row)] for row in rows]
-        generate(adapter, [context] * len(rows), keys, replace(settings, max_new_tokens=2), under(plan))
+        _read_alone(adapter, rows, longest, settings, plan)
+
+
+def _read_alone(
+    adapter: ModelAdapter,
+    rows: Sequence[tuple[int, int]],
+    longest: Longest,
+    settings: SamplingSettings,
+    plan: RolloutPlan,
+) -> None:
+    """Tries reading rows that have begun again, each with a context of its own."""
+    contexts, keys = [longest.ids(longest.row_tokens - 2)] * len(rows), [[SequenceKey(0, 0, *row)] for row in rows]
+    generate(adapter, contexts, keys, replace(settings, max_new_tokens=2), under(plan))
 
 
 @dataclass(eq=False)

@@ -169,6 +169,14 @@ def test_reward_models_and_evaluations_are_phases_of_their_own(folder: Path, tmp
     assert weights[0] < weights[1] == weights[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [(), ("--quantization", "4bit")])
+def test_a_frozen_base_is_as_narrow_as_the_passes(folder: Path, bits: tuple[str, ...]) -> None:
+    code, told, error = plan(folder, "--gpu", "1GiB", "--prompt-tokens", "32", "--peft", "lora:8", "--fp16", *bits)
+    assert code == 0, error
+    assert "weights of the base are float16" in " ".join(told.split())
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -127,6 +127,17 @@ def test_shuffled_steps_hold_no_more_than_was_said(folder: Path) -> None:
     assert max(foreseen.values()) < 1.03 * max(held.values())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, {}])
+def test_completions_drawn_in_parts_hold_no_more_than_was_said(folder: Path, lora: dict[str, Any] | None) -> None:
+    """Rows that have begun are read again, each by itself."""
+    settings = {"partial_rollout_tokens": 8, "max_steps": 4, "gradient_checkpointing": True}
+    foreseen, held = run(folder, lora=lora, tokens=(60,) * 16, **settings)
+    for phase, size in foreseen.items():
+        assert size > 0.99 * held[phase], phase
+    assert max(foreseen.values()) < 1.06 * max(held.values())
+
+
 def test_a_random_order_is_that_of_the_run_on_tensors_without_numbers() -> None:
     wanted = permutation(9, 1, 2)
     with fake_device():

@@ -145,8 +145,8 @@ class DiffusionPolicy(nn.Module):
         if not _is_whole(num_inference_steps) or num_inference_steps < 1:
             raise refusal("num_inference_steps", num_inference_steps=num_inference_steps)
         refusal.when(not _is_number(guidance_scale), "guidance_scale", guidance_scale=guidance_scale)
-        for name, value in {"guidance_gradient": guidance_gradient, "shared_noise": shared_noise}.items():
-            refusal.when(not isinstance(value, bool), "flag", name=name, value=value)
+        for name, flag in {"guidance_gradient": guidance_gradient, "shared_noise": shared_noise}.items():
+            refusal.when(not isinstance(flag, bool), "flag", name=name, value=flag)
         for name, value in {"embed": embed, "elements": elements, "decode": decode}.items():
             refusal.when(value is not None and not callable(value), "function", name=name, kind=type(value).__name__)
         self.denoiser = denoiser

@@ -99,6 +99,7 @@ class LanguageModels(ModelFactory):
             ref_model=request.ref_model,
             room_bytes=room_bytes,
             sees_images=self._image_reader is not None,
+            half=self._config.autocast_dtype or torch.bfloat16,
         )
 
     def adapt(self, loaded: LoadedModel) -> ModelAdapter:

@@ -14,6 +14,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     GraniteConfig,
@@ -83,6 +85,28 @@ def test_eager_attention_is_exact_too(arch: str) -> None:
     assert adapter.path.route is Route.LEAN
     distribution = adapter.distribution(trajectory, [0, 1, 2])
     assert_close(naive_logits(distribution), naive_row_logits(model, trajectory, [0, 1, 2]), 1e-12)
+
+
+@pytest.mark.usefixtures("exact_softmax")
+def test_layers_may_have_sizes_of_their_own() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
+    inputs = {
+        "vocab_size": 300,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "pad_token_id": PAD,
+    }
+    kinds = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gemma4_text", layer_types=kinds, sliding_window=4, **sizes, **heads, **inputs)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    adapter, trajectory = checked(model), make_rows()
+    assert adapter.geometry.head_dim == 16
+    assert adapter.path.route is Route.LEAN
+    assert adapter.joins
+    logits = naive_logits(adapter.distribution(trajectory, [0, 1, 2]))
+    assert_close(logits, naive_row_logits(model, trajectory, [0, 1, 2]), 1e-12)
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
