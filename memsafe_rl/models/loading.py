@@ -22,6 +22,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import first_line
@@ -343,10 +346,20 @@ def _bytes_in_4_bits(config: Any, arguments: Mapping[str, Any], *, trust_remote_
         return 0
     with torch.device("meta"):
         network = auto_class_of(config).from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
-    layers = [layer for layer in network.modules() if type(layer) is nn.Linear]
-    packed: int = sum(layer.weight.numel() for layer in layers if layer is not network.get_output_embeddings())
+    packed: int = sum(layer.weight.numel() for layer in layers_in_4_bits(network, read("llm_int8_skip_modules", None)))
     whole: int = sum(weight.nbytes for weight in network.parameters())
     return whole - 2 * packed + packed // 2 + packed // 16
+
+
+def layers_in_4_bits(model: Any, skipped: list[str] | None) -> list[nn.Linear]:
+    """Lists the layers that transformers would have in 4 bits, GPT-2's as the linear ones that they become."""
+    kept = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
+    named = {name: layer for name, layer in model.named_modules() if should_convert_module(name, kept)}
+    for name, layer in named.items():
+        if isinstance(layer, Conv1D):
+            takes, gives = layer.weight.shape
+            model.set_submodule(name, nn.Linear(takes, gives, dtype=layer.weight.dtype))
+    return [layer for name in named if type(layer := model.get_submodule(name)) is nn.Linear]
 
 
 def _copy_reference_adapter(model: Any) -> None:

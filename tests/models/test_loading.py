@@ -78,7 +78,8 @@ def test_frozen_weights_are_bf16_on_cuda(folder: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", record)
     load_model(folder, device="cuda", with_reference=True)
     load_model(folder, device="cuda", peft_config=LoraConfig(**LORA))
-    assert asked == [torch.float32, torch.bfloat16, torch.bfloat16]
+    load_model(folder, device="cuda", peft_config=LoraConfig(**LORA), half=torch.float16)
+    assert asked == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float16]
 
 
 def test_a_reference_by_name_is_a_second_load(folder: str) -> None:

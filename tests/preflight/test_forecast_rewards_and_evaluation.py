@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BitsAndBytesConfig
 
 from memsafe_rl import GRPOConfig, GRPOTrainer, SimulatedMemory, forecast_memory
 from memsafe_rl.types import Component, Phase
@@ -63,6 +64,16 @@ def test_a_reward_model_counts_and_scores(folder: Path, named: bool) -> None:
         judge = AutoModelForSequenceClassification.from_config(judge_config())
     given = {"reward_processing_classes": [None, SteadyTokenizer()], "peft_config": LoraConfig(r=4)}
     trainer, held = run(folder, [alternating, judge], given)
+    check(trainer, held, Phase.REWARD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_reward_model_is_in_4_bits_with_the_model(folder: Path, nested: bool) -> None:
+    bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, bnb_4bit_use_double_quant=nested)
+    given = {"reward_processing_classes": [None, SteadyTokenizer()], "peft_config": LoraConfig(r=4)}
+    init = {"quantization_config": bits}
+    trainer, held = run(folder, [alternating, str(folder / "judge")], given, model_init_kwargs=init)
     check(trainer, held, Phase.REWARD)
 
 

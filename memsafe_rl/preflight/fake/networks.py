@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -12,13 +13,10 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
-from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from memsafe_rl.accounting import device_type_of
 from memsafe_rl.models.language.base import is_encoder_decoder
-from memsafe_rl.models.loading import auto_class_of
+from memsafe_rl.models.loading import auto_class_of, layers_in_4_bits
 from memsafe_rl.models.module_state import quiet_peft
 from memsafe_rl.models.vision.processors import freeze_unused_tower
 from memsafe_rl.preflight import refusal
@@ -50,7 +48,8 @@ def fake_language_model(
     # Not of fake tensors yet: after a deep copy of some, as PEFT's `modules_to_save` makes, PyTorch 2.13 frees twice.
     with true_numbers(), torch.device("meta"):
         model = _built(kind, config, "be trained as a language model", dtype, trust_remote_code)
-        layers = [] if quantization_config is None else _quantised(model, quantization_config.llm_int8_skip_modules)
+        skipped = getattr(quantization_config, "llm_int8_skip_modules", None)
+        layers = [] if quantization_config is None else layers_in_4_bits(model, skipped)
         freeze_unused_tower(model, sees_images=sees_images)
         if frozen or peft_config is not None:
             model.requires_grad_(False)
@@ -95,7 +94,21 @@ def hollow_copy(model: nn.Module) -> Any:
     """Copies any network with weights on the meta device in place of its own, to be called inside `fake_device`."""
     fakes = {id(tensor): empty_like(tensor, "meta") for tensor in (*model.parameters(), *model.buffers())}
     with true_numbers():  # what is neither weight nor buffer, such as a schedule, stays real
-        return copy.deepcopy(model, cast(Any, fakes))
+        hollow = copy.deepcopy(model, cast(Any, fakes))
+    for name, layer in model.named_modules():
+        if type(layer).__name__ == "Linear4bit":  # of bitsandbytes, whose weights no fake tensor can be
+            hollow.set_submodule(name, _packed_like(layer))
+    return hollow
+
+
+def _packed_like(layer: Any) -> nn.Linear:
+    """Returns what stands for a layer of bitsandbytes, on the meta device."""
+    state, sizes = layer.weight.quant_state, (layer.in_features, layer.out_features)
+    own = {"bnb_4bit_compute_dtype": layer.compute_dtype, "bnb_4bit_use_double_quant": state.nested}
+    with torch.device("meta"):
+        packed = nn.Linear(*sizes, bias=layer.bias is not None, dtype=state.dtype)
+        _quantise(packed, SimpleNamespace(**own))
+    return packed.requires_grad_(False)
 
 
 def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
@@ -117,17 +130,6 @@ def shallow_copy(config: PretrainedConfig) -> PretrainedConfig:
         with suppress(AttributeError):  # where it follows from the number of blocks
             text.layer_types = chosen
     return shallow
-
-
-def _quantised(model: Any, skipped: list[str] | None) -> list[nn.Linear]:
-    """Lists the layers that transformers would have in 4 bits, GPT-2's as the linear ones that they become."""
-    kept = HfQuantizer.get_modules_to_not_convert(model, skipped, model._keep_in_fp32_modules)
-    named = {name: layer for name, layer in model.named_modules() if should_convert_module(name, kept)}
-    for name, layer in named.items():
-        if isinstance(layer, Conv1D):
-            takes, gives = layer.weight.shape
-            model.set_submodule(name, nn.Linear(takes, gives, dtype=layer.weight.dtype))
-    return [layer for name in named if type(layer := model.get_submodule(name)) is nn.Linear]
 
 
 class _FourBitProduct(torch.autograd.Function):
