@@ -369,7 +369,7 @@ def _finding_lines(forecast: MemoryForecast, findings: Findings) -> list[str]:
         f"headroom: {band.value}, {share:.0%} of the budget used",
         f"biggest lever left: {findings.lever}",
         f"longest completion that fits: {longest_text(forecast, findings)} ({flags[0]}{known})",
-        f"largest group that fits: {group} completions a prompt ({flags[1]}, in a batch of its multiples; estimated)",
+        f"largest group that fits: {group} completions a prompt ({flags[1]}, where it divides the batch; estimated)",
     ]
     if findings.smallest_card is not None:
         lines.append(f"smallest card that holds this run: {findings.smallest_card} GiB")

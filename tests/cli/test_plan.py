@@ -38,7 +38,7 @@ def test_a_config_alone_is_enough(folder: Path) -> None:
     assert (
         "longest completion that fits: 568 tokens, all that the model takes (--max-completion-length 568; esti" in told
     )
-    assert "(--num-generations 1024; estimated)" in told
+    assert "(--num-generations 1024, where it divides the batch; estimated)" in " ".join(told.split())
     assert "921.60 MiB); MiB" in told, "the unit of the table"
     assert "assumed: the longest prompt has 32 tokens (as given)" in told
     for phase in ("load", "rollout", "update", "optimizer"):
