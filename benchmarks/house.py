@@ -41,7 +41,7 @@ LIBRARY_PRIVATES = {
     *("_to_sharded", "_unsharded_param"),  # likewise
     *("_forward_hooks", "_forward_pre_hooks", "_replace"),  # torch, named tuples
     *("_attn_implementation", "_attn_implementation_internal", "_name_or_path"),  # transformers
-    *("_keys_to_ignore_on_save", "_hf_peft_config_loaded", "_keep_in_fp32_modules"),  # likewise
+    *("_keys_to_ignore_on_save", "_hf_peft_config_loaded", "_keep_in_fp32_modules", "_get_dtype_plan"),  # likewise
 }
 """Privates of libraries for which there is no public name."""
 

@@ -49,7 +49,9 @@ def report(run_dir: str, output: str | None) -> Path:
     """Writes the report of a run."""
     folder = read_run(Path(run_dir))
     target = folder.path / REPORT_FILE if output is None else Path(output)
-    refusal.when(target.exists() and target.suffix != ".html", "report/exists", target=str(target))
+    refusal.when(
+        target.is_file() and target.suffix.lower() not in (".html", ".htm"), "report/exists", target=str(target)
+    )
     try:
         target.write_text(page(folder), encoding="utf-8")
     except OSError as error:

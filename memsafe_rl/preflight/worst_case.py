@@ -40,6 +40,7 @@ from memsafe_rl.training.samples import Rollout
 from memsafe_rl.training.setup import TrainingSetup
 from memsafe_rl.types import (
     KV_BLOCK_SLOTS,
+    Completion,
     Phase,
     Ragged,
     RolloutPlan,
@@ -361,7 +362,10 @@ class Probe:
             sampling, max_step_tokens=2, eos_token_ids=ends, min_new_tokens=least, min_length=0, stops=None
         )
 
-        in_parts = setup.config.partial_rollout_tokens is not None and drawing.phase is Phase.ROLLOUT
+        part, most = setup.config.partial_rollout_tokens, longest.completion_tokens
+        begun = 0  # tokens of rows that lack their last part
+        if part is not None and drawing.phase is Phase.ROLLOUT:
+            begun = min((most - 1) // part * part, most - 2)
 
         def from_first_to_last(plan: RolloutPlan) -> None:
             first = rows[: self._together(ids, rows, plan)]
@@ -374,8 +378,9 @@ class Probe:
             if not ending.stretched and longest.completion_tokens > 2:  # a cache that only grows by reading
                 alike = [(0, sample) for sample in range(len(first))]
                 generate(adapter, *_samples([context], alike), replace(two_tokens, max_new_tokens=2), under(plan))
-            if in_parts:
-                _read_alone(adapter, first, longest, two_tokens, plan)
+            if begun > 0:
+                for ended in {0, 1, drawing.group_size - 1}:  # fewer rows of a group are read in longer chunks
+                    _read_begun(adapter, _samples(ids, first[: max(1, len(first) - ended)]), begun, two_tokens, plan)
             if several and adapter.decodes and plan.kept_kv_bytes < episodes.most_kept_bytes(work):
                 _read_again(adapter, ids, first, longest, two_tokens, plan)
 
@@ -521,19 +526,18 @@ def _read_again(
         others = _AtTheEnd(adapter, longest, settings, plan.prefill_tokens, [context] * together)
         generate(cast(ModelAdapter, others), *_samples(ids, rows[together:]), settings, under(plan))
     else:
-        _read_alone(adapter, rows, longest, settings, plan)
+        keys = [[SequenceKey(0, 0, *row)] for row in rows]
+        generate(adapter, [context] * len(rows), keys, replace(settings, max_new_tokens=2), under(plan))
 
 
-def _read_alone(
-    adapter: ModelAdapter,
-    rows: Sequence[tuple[int, int]],
-    longest: Longest,
-    settings: SamplingSettings,
-    plan: RolloutPlan,
+def _read_begun(
+    adapter: ModelAdapter, samples: Samples, drawn: int, settings: SamplingSettings, plan: RolloutPlan
 ) -> None:
-    """Tries reading rows that have begun again, each with a context of its own."""
-    contexts, keys = [longest.ids(longest.row_tokens - 2)] * len(rows), [[SequenceKey(0, 0, *row)] for row in rows]
-    generate(adapter, contexts, keys, replace(settings, max_new_tokens=2), under(plan))
+    """Tries resuming rows that have drawn so many tokens, each of which is read again."""
+    with host_memory():
+        ids, logprobs = torch.zeros(drawn, dtype=torch.int64), torch.zeros(drawn)
+    begun = Completion(ids, logprobs, logprobs, finished=False)
+    generate(adapter, *samples, settings, under(plan), begun=[[begun] * len(own) for own in samples[1]])
 
 
 @dataclass(eq=False)

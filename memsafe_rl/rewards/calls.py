@@ -250,14 +250,18 @@ def is_async(function: Any) -> bool:
 
 
 def _names_any(function: Any) -> bool:
+    """Whether a function names what it takes, but for what it can do without by keyword."""
     parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    return any(one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    extra = [one for one in parameters if one.kind is one.KEYWORD_ONLY and one.default is not one.empty]
+    return any(one.kind not in unnamed and one not in extra for one in parameters)
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter] | None:
     try:
-        called = inspect.unwrap(function, stop=_names_any)  # a decorator that names none passes on what it is given
-        return list(inspect.signature(called, follow_wrapped=False).parameters.values())
+        # a decorator that names none passes on what it is given; methods and partials are not to be looked through
+        called = inspect.unwrap(function, stop=lambda one: not inspect.isfunction(one) or _names_any(one))
+        return list(inspect.signature(called, follow_wrapped=not _names_any(called)).parameters.values())
     except ValueError:  # compiled functions may not say what they take
         return None
 

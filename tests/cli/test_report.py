@@ -542,7 +542,7 @@ def test_the_page_goes_where_it_is_sent(tmp_path: Path) -> None:
     assert report(str(folder), str(tmp_path / "a.html")) == tmp_path / "a.html"
     with pytest.raises(ConfigError, match="cannot be written"):
         report(str(folder), str(tmp_path / "nowhere" / "a.html"))
-    with pytest.raises(ConfigError, match=r"steps\.jsonl' exists and is no earlier page"):
+    with pytest.raises(ConfigError, match=r"steps\.jsonl' exists and does not end in .html"):
         report(str(folder), str(folder / "steps.jsonl"))
 
 

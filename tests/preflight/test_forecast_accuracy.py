@@ -128,10 +128,12 @@ def test_shuffled_steps_hold_no_more_than_was_said(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, {}])
-def test_completions_drawn_in_parts_hold_no_more_than_was_said(folder: Path, lora: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(("part", "lora"), [(8, None), (8, {}), (20, {}), (23, {})])
+def test_completions_drawn_in_parts_hold_no_more_than_was_said(
+    folder: Path, part: int, lora: dict[str, Any] | None
+) -> None:
     """Rows that have begun are read again, each by itself."""
-    settings = {"partial_rollout_tokens": 8, "max_steps": 4, "gradient_checkpointing": True}
+    settings = {"partial_rollout_tokens": part, "max_steps": 4, "gradient_checkpointing": True}
     foreseen, held = run(folder, lora=lora, tokens=(60,) * 16, **settings)
     for phase, size in foreseen.items():
         assert size > 0.99 * held[phase], phase

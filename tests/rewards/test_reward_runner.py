@@ -90,8 +90,19 @@ def test_a_decorated_function_is_asked_what_its_decorator_names():
     def retried(*args, **kwargs):
         return twice(*args, **kwargs)
 
-    scores = score([for_each, twice, retried], {"answer": ["1", "x", "333", "x"], "other": 0})
-    assert scores.rewards_BF.T.tolist() == [[1, 0, 1, 0], [2, 4, 6, 8], [2, 4, 6, 8]]
+    class Judge:
+        @torch.no_grad()
+        def __call__(self, completions):
+            return [float(len(text)) for text in completions]
+
+        @torch.no_grad()
+        def twice(self, completions):
+            return [2.0 * len(text) for text in completions]
+
+    methods = [Judge(), Judge().twice, functools.partial(for_each)]
+    scores = score([for_each, twice, retried, *methods], {"answer": ["1", "x", "333", "x"], "other": 0})
+    lengths, doubled = [1, 2, 3, 4], [2, 4, 6, 8]
+    assert scores.rewards_BF.T.tolist() == [[1, 0, 1, 0], doubled, doubled, lengths, doubled, [1, 0, 1, 0]]
 
 
 def test_a_function_cannot_disturb_the_next_one():

@@ -101,6 +101,7 @@ def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:
     known = [Component(name) for name in holders if name in set(Component)]
     advice += [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
     if failure.work is not None and failure.work.geometry.unit is not None:
-        advice = [_OF_DENOISERS]
+        able = [name for name in known if name in (Component.OPTIMIZER, Component.TRAJECTORY)]
+        advice = [_OF_DENOISERS, *(_REMEDIES[name] for name in able[:1])]
     advice.append("raise memory_budget or use a larger device")
     return f"To change: {'; or '.join(dict.fromkeys(advice))}."

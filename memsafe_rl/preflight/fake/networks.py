@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from types import SimpleNamespace
@@ -83,11 +84,18 @@ def fake_reward_model(config: PretrainedConfig, *, name: str, dtype: torch.dtype
 def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Builds a network of a kind; transformers' word for a type that has none is a page long."""
     try:
-        return kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise refusal("network/use", config=config, use=use, name=kind.__name__) from None
+    wide = [
+        pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)
+    ]  # which only loading keeps in float32
+    for name, weight in model.named_parameters():
+        if any(re.search(pattern, name) for pattern in wide):
+            weight.data = weight.data.float()
+    return model
 
 
 def hollow_copy(model: nn.Module) -> Any:
@@ -96,7 +104,8 @@ def hollow_copy(model: nn.Module) -> Any:
     with true_numbers():  # what is neither weight nor buffer, such as a schedule, stays real
         hollow = copy.deepcopy(model, cast(Any, fakes))
     for name, layer in model.named_modules():
-        if type(layer).__name__ == "Linear4bit":  # of bitsandbytes, whose weights no fake tensor can be
+        # of bitsandbytes, whose weights no fake tensor can be
+        if hasattr(layer, "compute_dtype") and getattr(layer.weight, "quant_state", None) is not None:
             hollow.set_submodule(name, _packed_like(layer))
     return hollow
 
