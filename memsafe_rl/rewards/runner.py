@@ -128,6 +128,11 @@ class RewardRunner:
         return [source.model if isinstance(source, RewardModel) else source for source in self._sources]
 
     @property
+    def processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward model, None for a function, in their order."""
+        return [source.tokenizer if isinstance(source, RewardModel) else None for source in self._sources]
+
+    @property
     def models(self) -> list[nn.Module]:
         """The reward models."""
         return [source.model for source in self._sources if isinstance(source, RewardModel)]
