@@ -262,7 +262,7 @@ def _card(folder: Path, base: str, name: str, library: str = "transformers") -> 
     if run_folder is not None:
         told = folder.name.removeprefix(PREFIX)
         read, last = read_run(run_folder), int(told) if folder != run_folder and is_checkpoint(folder) else math.inf
-        read = replace(read, steps=[step for step in read.steps if step["step"] <= last])
+        read = replace(read, steps=[step for step in read.steps if step.get("step", 0) <= last])
         names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
         found = read.figures
         facts |= {"rewards": ", ".join(names), "optimizer steps": str(found.steps)}

@@ -89,9 +89,8 @@ def _built(kind: Any, config: PretrainedConfig, use: str, dtype: torch.dtype, tr
         if "Unrecognized configuration class" not in str(error):
             raise
         raise refusal("network/use", config=config, use=use, name=kind.__name__) from None
-    wide = [
-        pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)
-    ]  # which only loading keeps in float32
+    # what loading keeps in float32, which making does not
+    wide = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
     for name, weight in model.named_parameters():
         if any(re.search(pattern, name) for pattern in wide):
             weight.data = weight.data.float()
