@@ -25,7 +25,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 
 from memsafe_rl.checkpoint import refusal
-from memsafe_rl.checkpoint.store import PREFIX, RUN_STATE, checkpoint_folder, checkpoints, is_checkpoint
+from memsafe_rl.checkpoint.store import RUN_STATE, checkpoint_folder, checkpoints, is_checkpoint, step_named
 from memsafe_rl.diagnostics.run_figures import read_run
 from memsafe_rl.diagnostics.status import STATUS_FILE
 from memsafe_rl.errors import ConfigError, first_line, kind_and_line
@@ -260,8 +260,8 @@ def _card(folder: Path, base: str, name: str, library: str = "transformers") -> 
     facts = {"data": run.get("data", ""), **run.get("facts", {})}
     base = base or facts.get("model", "")
     if run_folder is not None:
-        told = folder.name.removeprefix(PREFIX)
-        read, last = read_run(run_folder), int(told) if folder != run_folder and is_checkpoint(folder) else math.inf
+        is_part = folder != run_folder and is_checkpoint(folder)
+        read, last = read_run(run_folder), step_named(folder) if is_part else math.inf
         read = replace(read, steps=[step for step in read.steps if step.get("step", 0) <= last])
         names = dict.fromkeys(key.split("/")[1] for step in read.steps for key in step if key.startswith("rewards/"))
         found = read.figures

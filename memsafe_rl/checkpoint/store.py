@@ -357,6 +357,11 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
     return output_dir / f"{PREFIX}{step}"
 
 
+def step_named(folder: Path) -> int:
+    """Returns the step in a checkpoint's name."""
+    return int(folder.name.removeprefix(PREFIX))
+
+
 def is_checkpoint(folder: Path) -> bool:
     """Returns whether a folder is named as checkpoints are."""
     return folder.name.startswith(PREFIX) and folder.name[len(PREFIX) :].isdigit()
@@ -371,7 +376,7 @@ def _marked(output_dir: Path) -> list[tuple[RunMark, Path]]:
     """Lists checkpoints with whose they are, the one written last at the end."""
     marked = [(_mark_of(path), path) for path in output_dir.glob(f"{PREFIX}*") if path.is_dir() and is_checkpoint(path)]
     # A run that resumes from an earlier step writes lower numbers later, so starts count before steps.
-    return sorted(marked, key=lambda one: (one[0].start, int(one[1].name.removeprefix(PREFIX))))
+    return sorted(marked, key=lambda one: (one[0].start, step_named(one[1])))
 
 
 def known_run(output_dir: Path) -> dict[str, Any]:

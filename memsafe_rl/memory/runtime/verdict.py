@@ -97,11 +97,10 @@ def _tried(plans: Sequence[RolloutPlan | UpdatePlan], failure: MemoryFailure, po
 
 
 def _remedy(failure: MemoryFailure, holders: Sequence[str]) -> str:
-    advice = [_REMEDIES[_BY_PHASE[failure.phase]]] if failure.phase in _BY_PHASE else []
-    known = [Component(name) for name in holders if name in set(Component)]
-    advice += [_REMEDIES[name] for name in known if name in _REMEDIES][:1]
+    advice, able = [_REMEDIES[_BY_PHASE[failure.phase]]] if failure.phase in _BY_PHASE else [], set(_REMEDIES)
     if failure.work is not None and failure.work.geometry.unit is not None:
-        able = [name for name in known if name in (Component.OPTIMIZER, Component.TRAJECTORY)]
-        advice = [_OF_DENOISERS, *(_REMEDIES[name] for name in able[:1])]
+        advice, able = [_OF_DENOISERS], {Component.OPTIMIZER, Component.TRAJECTORY}
+    known = [Component(name) for name in holders if name in set(Component)]
+    advice += [_REMEDIES[name] for name in known if name in able][:1]
     advice.append("raise memory_budget or use a larger device")
     return f"To change: {'; or '.join(dict.fromkeys(advice))}."
