@@ -69,6 +69,7 @@ class ScoringPath:
     caches: bool = True  # whether `generate` may keep a cache
 
 
+OWN_ATTENTION = "its layers do not ask transformers for the attention that its config names"
 S = TypeVar("S", bound="LanguageAdapter")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -144,6 +145,8 @@ class LanguageAdapter(ModelAdapter, ABC):
         rows.reserve(1)
         with nullcontext() if (FIXED_TILES.get() or self._mode) else short_norms(self._norms, rows.constants):
             hidden_B1D = self._attend_grouped(tokens_B.to(self.device)[:, None], self._reading(rows))
+        if not rows.keys:
+            raise NotImplementedError(OWN_ATTENTION)
         rows.advance()
         return self._logits(hidden_B1D[:, -1])
 

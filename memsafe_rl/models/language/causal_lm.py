@@ -31,6 +31,7 @@ from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, Sh
 from memsafe_rl.models.geometry import layer_windows
 from memsafe_rl.models.language import agreement
 from memsafe_rl.models.language.base import (
+    OWN_ATTENTION,
     LanguageAdapter,
     Route,
     in_its_numerics,
@@ -143,8 +144,10 @@ class CausalLMAdapter(LanguageAdapter):
 
     def _packed_states(self, laid: PackedRows) -> Tensor:
         """Returns hidden states (N, D) of all tokens of a packed row."""
-        with attending(self._attention_configs, laid.layout):
+        with attending(self._attention_configs, laid.layout) as layers:
             output = self.lm.base_model(**self.inputs.of(self.lm, laid.ids, laid.positions), use_cache=False)
+        if not layers:
+            raise NotImplementedError(OWN_ATTENTION)
         hidden_ND: Tensor = output[0][0]
         return hidden_ND
 

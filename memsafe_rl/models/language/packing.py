@@ -290,17 +290,17 @@ def _run(members: Sequence[Segment], device: torch.device) -> Run:
 
 
 @contextmanager
-def attending(configs: Iterable[Any], layout: Layout) -> Iterator[None]:
-    """Has networks attend over packed rows of one layout."""
-    known = tuple(configs)
-    with holding(_SCOPE, (known, layout)), implementation(known, ATTENTION):
-        yield
+def attending(configs: Iterable[Any], layout: Layout) -> Iterator[set[int]]:
+    """Has networks attend over packed rows of one layout, and gives the layers that did."""
+    known, layers = tuple(configs), set[int]()
+    with holding(_SCOPE, (known, layout, layers)), implementation(known, ATTENTION):
+        yield layers
 
 
 def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
     """Returns what torch's checkpointing needs to attend in a recomputation as in the forward pass now running."""
     scope = _SCOPE.get()
-    return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope))
+    return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope[:2]))
 
 
 def packed_attention(
@@ -325,6 +325,7 @@ def packed_attention(
     if unknown:
         raise NotImplementedError(f"attention takes {', '.join(unknown)}")
     layer, window = _window(module, scope[1], options.get("sliding_window"))
+    scope[2].add(layer)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = _Call(scope[1], scale, options.get("softcap"), window, layer)
     by_row = FIXED_TILES.get()  # there each keeps its own type, as where rows are read alone or decoded
@@ -542,4 +543,4 @@ def _window(module: nn.Module, layout: Layout, told: int | None) -> tuple[int, i
 # In a compiled block it runs as it is: lengths on the host decide which kernels it calls.
 AttentionInterface.register(ATTENTION, torch.compiler.disable(packed_attention))  # type: ignore[no-untyped-call]
 
-_SCOPE: ContextVar[tuple[tuple[Any, ...], Layout] | None] = ContextVar("packed attention", default=None)
+_SCOPE: ContextVar[tuple[tuple[Any, ...], Layout, set[int]] | None] = ContextVar("packed attention", default=None)

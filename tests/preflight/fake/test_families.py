@@ -14,6 +14,7 @@ from transformers import (
     MixtralConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
+    XGLMConfig,
 )
 
 from memsafe_rl.preflight.fake.device import fake_device
@@ -43,12 +44,18 @@ def mamba() -> PretrainedConfig:
     return MambaConfig(hidden_size=128, state_size=8, **_COMMON)
 
 
+def xglm() -> PretrainedConfig:
+    """A network whose attention is its own: no group shares a prompt, which no tensor without numbers can show."""
+    return XGLMConfig(d_model=128, ffn_dim=256, num_layers=2, attention_heads=4, max_position_embeddings=256, **_COMMON)
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "near"),
     [
         (qwen3_moe, {"router_z_loss_coef": 0.01}, 0.01),
         (gpt_oss, {"router_z_loss_coef": 0.01}, 0.01),
         (mixtral, {"router_aux_loss_coef": 0.0}, 0.01),
+        (xglm, {}, 0.01),
         (
             mamba,
             {"max_completion_length": 12},
