@@ -124,7 +124,7 @@ def texts_beside(module: str, name: str) -> Any:
 
 
 class Refusals:
-    """The errors of one kind that a room makes, whose texts lie in a table beside a module, `refusals.yaml`."""
+    """The errors of one class that a package raises, with texts from `refusals.yaml` beside a module."""
 
     def __init__(self, module: str, kind: type[MemsafeError] = ConfigError) -> None:
         self._texts: Mapping[str, str] = texts_beside(module, "refusals.yaml")

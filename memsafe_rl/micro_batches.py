@@ -20,8 +20,8 @@ _WORTHWHILE = 0.9
 prompts are not worth the extra pieces of attention."""
 
 _LEAST_TRUNK, _TRUNK_SHARE = 64, 1 / 64
-"""Tokens, and share of a micro-batch's, from which on a stretch that micro-batches share is run by itself, before them:
-a pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
+"""Shortest prefix, in tokens and as a share of a micro-batch, that micro-batches share in a forward pass of its own: a
+pass costs about as much as fifty further tokens on a CPU, and more where launches bind."""
 
 _LIKE = 2
 """Segments of a run differ in length by at most this factor, so that padding stays below what is computed."""
@@ -50,7 +50,7 @@ class MicroBatch(NamedTuple):
     places: tuple[int, ...]  # the rows, by their place among those that were cut
     columns: tuple[int, ...] | None  # the columns of each, ascending; None for all
     packed: bool  # whether rows lie behind one copy of each prompt
-    # that are run, padding included, or (row, column) pairs; what its group reads counts in the first that follows it
+    # tokens run, padding included, or (row, column) pairs; what a group reads once counts in its first micro-batch
     tokens: int
 
 
@@ -59,7 +59,7 @@ class MicroBatchGroup:
     """Micro-batches that read something together: prompts by an encoder, or the tokens that all their rows share."""
 
     parts: Sequence[MicroBatch | MicroBatchGroup]  # in the order in which they are run
-    # finds those that tell what all hold, which are all that a dry run runs; None for the first few
+    # finds the parts that reach the peak of all, the only ones that a dry run runs; None for the first few
     telling: Callable[[Sequence[Any]], list[int]] | None = None
     reads: bool = False  # whether there is anything that is read once, before its parts
 
@@ -239,8 +239,7 @@ def cut_columns(rows: int, columns: Sequence[int], budget: int) -> list[tuple[li
 
 
 def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
-    """Finds the slices of which one holds most, by tokens, completion tokens, or what is read or copied at once."""
-
+    """Finds candidates for the highest peak: the largest by tokens, by completion tokens, by what is read or copied."""
     prompts = [row - actions for row, actions in zip(work.row_tokens, work.action_tokens, strict=True)]
 
     def padded(lengths: Sequence[int], rows: Sequence[int]) -> int:
@@ -265,7 +264,7 @@ def widest(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = 
 
 
 def telling(work: UpdateWork, slices: Sequence[Sequence[int]], *, packed: bool = False) -> list[int]:
-    """Finds the slices that tell what all hold that are run one after the other."""
+    """Finds the slices whose peaks stand for those of all, run one after the other."""
     found = widest(work, slices, packed=packed)
     others = widest(work, slices[1:], packed=packed) if 0 in found else []
     return sorted({*found, *(1 + place for place in others)})

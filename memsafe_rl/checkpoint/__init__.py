@@ -1,4 +1,4 @@
-"""Checkpoints: what a resumed run needs, written whole or not at all."""
+"""Folders of checkpoints and runs: written whole or not at all, checked, found, exported."""
 
 from memsafe_rl.errors import Refusals
 

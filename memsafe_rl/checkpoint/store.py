@@ -1,4 +1,4 @@
-"""Checkpoints: a folder that is there whole or not at all, and everything a run needs to go on bit for bit."""
+"""How a checkpoint's folder is written, whole or not at all, checked and found; `training.checkpoints` fills it."""
 
 from __future__ import annotations
 

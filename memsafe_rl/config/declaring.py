@@ -41,7 +41,7 @@ class Range:
     high: float = math.inf  # greatest number
     open_low: bool = False  # whether ``low`` itself lies outside
     open_high: bool = False  # whether ``high`` itself lies outside
-    none: str = ""  # what None stands for, where infinity might be written for it; empty where that is unlikely
+    none: str = ""  # what None means, told where infinity is refused; empty to leave it out
 
     def __contains__(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low

@@ -1,4 +1,7 @@
-"""Where a configuration is filled in and checked: first every setting by itself, then what must fit together."""
+"""Fills in and checks a configuration: every setting by itself, then what must fit together.
+
+The texts of refusals are in `refusals.yaml` beside this file.
+"""
 
 from __future__ import annotations
 

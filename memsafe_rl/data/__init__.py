@@ -1,4 +1,4 @@
-"""Prompts by position, the order of rows, and rollouts that users draw themselves."""
+"""Prompts by position, and rollouts that users draw themselves."""
 
 from memsafe_rl.errors import DataError, Refusals
 

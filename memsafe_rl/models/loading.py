@@ -109,7 +109,7 @@ def read_config(
     text = config.get_text_config(decoder=True)
     if getattr(text, "vocab_size", None) is None:
         raise refusal("config/vocab_size", told=told, name=name_of(model), kind=type(config).__name__)
-    trained = _has_routers(text) or is_encoder_decoder(config)  # others declare what they do not use
+    trained = _has_routers(text) or is_encoder_decoder(config)  # others declare coefficients without any router
     names = [one.name for one in fields(RouterLosses)] if trained else []
     declared = RouterLosses(*(float(getattr(text, name, None) or 0.0) for name in names))
     return ModelFacts(config, max_positions(config), int(text.vocab_size), declared)
@@ -170,7 +170,7 @@ def load_model(
         if isinstance(model, str):
             freeze_unused_tower(base, sees_images=sees_images)
         for module in base.modules():
-            if hasattr(module, "create_weight"):  # positions by a formula: transformers freezes what it makes, alone
+            if hasattr(module, "create_weight"):  # sinusoidal positions: transformers freezes its own alone
                 module.requires_grad_(False)
         trained, reference = base, None
         if peft_config is not None:

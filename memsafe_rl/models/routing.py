@@ -1,4 +1,4 @@
-"""The losses on the routers of a mixture of experts, over a whole optimizer step however it is cut (law 1).
+"""The losses on the routers of a mixture of experts, over a whole optimizer step, whatever its micro-batches.
 
 For tokens ``t`` of all layers, ``f_e`` the share of choices that fall on expert ``e`` and ``P_e`` the mean of the
 router's probabilities, the balance loss is ``E * sum_e f_e P_e`` (Fedus et al. 2021, arXiv 2101.03961, eqs. 4-6). The

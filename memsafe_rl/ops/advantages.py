@@ -80,8 +80,8 @@ def squared_score_norms(logprobs: Tensor, sharper_logprobs: Tensor) -> Tensor:
 def expected_gaps(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Returns how far a reference is from the likeliest tokens' log-probs, ``sum_v w(v) (log pi(v) - log pi_ref(v))``.
 
-    ``w(v) = pi(v) - pi(u)``, with u the likeliest token left out: as another one comes up to it, the last one's weight
-    goes to 0, so that rounding, which may put either first, moves nothing.
+    ``w(v) = pi(v) - pi(u)``, with u the likeliest token left out: where two tokens tie for the last place, the one that
+    is in has a weight of 0, so that rounding cannot change the result.
 
     Args:
         logprobs: (..., K + 1), nats, falling, the last that of u; (..., K) if no token is left out, and w = pi.
@@ -171,7 +171,7 @@ def estimated_advantages(
     aggregation: str = "sum_then_normalize",
     lengths_B: Tensor | None = None,
 ) -> AdvantageResult:
-    """Judges every row by the estimator of a name; "group" compares it with its group.
+    """Gives every row its advantage by the named estimator; "group" compares it with its group.
 
     ``sum_then_normalize``: ``A = (r - mean_group r) / (std r + 1e-4)``, r the weighted sum of a row's rewards; std over
     the group (GRPO, arXiv:2402.03300, section 4.1.2), over the batch (arXiv:2508.08221), or no division (Dr. GRPO,

@@ -68,7 +68,7 @@ def generalized_advantages(
     next_values_BT = pad(wide_BT.masked_fill(holes_BT, 0.0), (0, 1)).gather(1, next_BT)
     advantages_BT = (rewards_BT.double() + gamma * next_values_BT - wide_BT).masked_fill(holes_BT, 0.0)
     decay_BT = torch.full_like(wide_BT, gamma * gae_lambda).masked_fill(holes_BT, 1.0)
-    reach = 1  # errors that each sum holds by now; so many and as many behind them make sums of twice as many
+    reach = 1  # errors in each sum so far; adding the sum that starts `reach` later doubles them
     while reach < columns:
         advantages_BT[:, :-reach].add_(decay_BT[:, :-reach] * advantages_BT[:, reach:])
         decay_BT[:, :-reach] = decay_BT[:, :-reach] * decay_BT[:, reach:]

@@ -9,8 +9,8 @@ failed. A rank with none left plays a blank round: the same collectives, zeros f
 round plays its remaining collectives, and then all ranks drop the gradient and accumulate it again, the failed one
 under its policy's next plan. No rank ever waits for a collective that another will not join.
 
-Gradients are added up in every round that some rank's plan wants leanest (`UpdatePlan.reduce_each`). Where none does,
-each holds its own whole, and all add them up in a last round of nothing else.
+Gradients are added up in each round for which some rank's plan sets `UpdatePlan.reduce_each`, the leanest way. Where
+none does, each rank holds its own whole, and all add them up in a last round of nothing else.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Operation(NamedTuple):
 class _Word:
     """What ranks tell each other before a round."""
 
-    DONE, MORE, MORE_EACH, FAILED = range(4)  # the gradients of the one kind of round are added up later
+    DONE, MORE, MORE_EACH, FAILED = range(4)  # gradients are added up later after MORE, at once after MORE_EACH
 
 
 _ROUNDS = {_Word.DONE: {_Kind.REDUCE}, _Word.MORE: {_Kind.GATHER}, _Word.MORE_EACH: {_Kind.GATHER, _Kind.REDUCE}}

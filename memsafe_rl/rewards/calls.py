@@ -66,7 +66,7 @@ Patience = TimeoutPolicy
 
 
 Begun = tuple[RewardFunction, Coroutine[Any, Any, Any]]
-"""An async function, which makes further calls, and its first call, not yet run."""
+"""An async function, for further tries, and the coroutine of its first call, not yet started."""
 
 
 class Pending(NamedTuple, Generic[Result]):

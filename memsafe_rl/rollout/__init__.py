@@ -1,4 +1,4 @@
-"""Generation, scoring and storage of trajectories; uses adapters and plans, knows no losses or optimizers."""
+"""Drawing and scoring of completions; uses adapters and plans, knows no losses or optimizers."""
 
 from memsafe_rl.errors import DataError, MemsafeError, Refusals
 

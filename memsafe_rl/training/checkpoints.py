@@ -164,8 +164,8 @@ class Checkpoints:
         setup.memory.load_state_dict(loop["memory"])
         if "alarms" in loop:  # checkpoints of before there were any
             state.alarms.load_state_dict(loop["alarms"])
-        if setup.config.memory_budget == "auto":
-            setup.memory.budget_bytes = min(setup.memory.budget_bytes, loop["memory"]["budget_bytes"])  # of this device
+        if setup.config.memory_budget == "auto":  # this device may have less than the one before
+            setup.memory.budget_bytes = min(setup.memory.budget_bytes, loop["memory"]["budget_bytes"])
         if saved.trajectory is not None:
             facts = loop["experience"]
             _read_again(setup, saved.trajectory, state.cursor.position, facts["consumed"], loop.get("contexts"))

@@ -217,7 +217,7 @@ def pass_once(
     shards: Shards,
     lay: Callable[[Trajectory], Trajectory],
 ) -> None:
-    """Runs the forward and backward of a micro-batch of two tokens, laid by ``lay``, as an update does one."""
+    """Runs the forward and backward of a row of two tokens, placed by ``lay``, as an update runs a micro-batch."""
     one = Ragged(torch.zeros(1, dtype=torch.int64), (1,))
     row = Trajectory(one, (0,), one, Ragged(torch.ones(1), (1,)), None, torch.zeros(1), (0,), (True,))
     row = lay(row)

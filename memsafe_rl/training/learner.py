@@ -126,7 +126,7 @@ class Learner:
         return StepResult(rollout, metrics | {"plan/micro_batches": float(gradient.micro_batches)}, sample)
 
     def _refuse_frozen(self) -> None:
-        """Refuses weights that were frozen or unfrozen since the ranks agreed on which they add up."""
+        """Refuses weights frozen or unfrozen after the ranks had agreed on whose gradients they add up."""
         agreed, now = self._setup.shards.trained, trained_names(self._setup.trained)
         if now != agreed:
             raise refusal("fsdp/frozen", trained=len(agreed), now=len(now))

@@ -1,4 +1,4 @@
-"""What a step needs, and where a run stands: what a checkpoint holds beside weights and optimizer."""
+"""What a step needs (`TrainingSetup`), and where a run stands (`RunState`)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _SIDE = 16
 """Rows and columns of the product that makes cuBLAS's handles."""
 
 _FLUSHES: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
-"""Per device a scalar, a view of it and a gradient for that, from which a backward allocates nothing."""
+"""Per device a scalar, a view of it and the view's gradient, all that a backward needs without allocating."""
 
 
 class Attempt(Protocol[Plan_co]):
@@ -98,7 +98,7 @@ class Recovery:
         around: Around[Plan] = nullcontext,
         leave_round: Callable[[], None] | None = None,
     ) -> Attempts[Plan]:
-        """Begins a stage of units that run again under leaner plans; ``leave_round`` has all ranks of a unit do so."""
+        """Begins a stage of units run again under leaner plans; ``leave_round`` has other ranks begin again too."""
         _check_allowed(stage, Retry.LEANER_PLAN)
         return Attempts(self, plan, work, around, leave_round)
 
@@ -290,12 +290,12 @@ def prepare_device(device: torch.device) -> None:
 
 
 def _product(square: Tensor) -> Tensor:
-    """A product with a bias, which is cublasLt's too; what is done again ends with the last result that is kept."""
+    """A biased product, which needs cublasLt's handle too; `exp` keeps it, or a recomputation would stop before it."""
     return torch.addmm(square[0], square, square).exp()
 
 
 def flush_autograd() -> None:
-    """Runs a scalar's backward on host and prepared devices, behind what a failed one left: old nodes run last."""
+    """Runs a scalar's backward on host and devices: its nodes are old ones, which run after what a failed one left."""
     with host_memory(), torch.inference_mode(False), torch.enable_grad():
         torch.autograd.backward(torch.zeros((), requires_grad=True) * 1.0)
         for leaf, view, gradient in _FLUSHES.values():

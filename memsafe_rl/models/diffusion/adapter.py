@@ -1,4 +1,4 @@
-"""A `DiffusionPolicy` as the loops use it, its pairs of row and column run one by one, and what a pair holds: measured.
+"""Runs a `DiffusionPolicy` over (row, column) pairs, gives the Gaussian of each, and measures the memory of a pair.
 
 Axes: ``B`` rows, ``M`` entries, that is (row, column) pairs laid end to end; ``...`` stands for the axes of a state.
 """

@@ -99,7 +99,7 @@ class DiffusionPolicy(nn.Module):
         condition_shape: longest L, and D, of a prompt's embedding.
         num_inference_steps: S, steps of a chain.
         guidance_scale: w of classifier-free guidance, ``f(null) + w (f(prompt) - f(null))`` (Ho and Salimans 2022,
-            arXiv:2207.12598, with w there one less); 1 for none. It doubles the rows that the denoiser sees.
+            arXiv:2207.12598, whose w is this one minus 1); 1 for none. It doubles the rows that the denoiser sees.
         guidance_gradient: whether the unconditional half has gradient too; False spares its activations (Flow-GRPO).
         null_condition: (L, D), the prompt of the unconditional half; None for zeros.
         embed: gives a prompt's embedding (L, D); frozen, called once per unique prompt, where and as the user put it,

@@ -62,7 +62,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     start_token_id: int
     takes_sources: bool
-    """Whether what a trajectory holds of its prompts came from this very encoder; whoever reads it there says so."""
+    """Whether the encoder states that a trajectory holds are this encoder's own; whoever stored them says so."""
 
     def __init__(self, model: nn.Module, *, pad_token_id: int, reference_model: nn.Module | None = None) -> None:
         """Wraps a model; of it, only transformers' checkpointing and bitsandbytes' packing on CPUs are switched off."""
@@ -149,7 +149,7 @@ class Seq2SeqAdapter(LanguageAdapter):
 
     @contextmanager
     def read_together(self, trajectory: Trajectory, rows: Sequence[int], forward: Context) -> Iterator[None]:
-        """Has the encoder read each prompt of some rows once; the decoder's gradients wait at what it gave."""
+        """Has the encoder read each prompt once; gradients gather at its output, then pass through it once."""
         if self.path.route is Route.WHOLE:
             yield
             return

@@ -1,5 +1,7 @@
 """A catalogue of policy losses, one file each: equation, paper and registration. A file added here is a loss added.
 
+What most share, the clipped ratio, is in `core`; GSPO is `grpo` with ``importance_sampling_level="sequence"``.
+
 `policy_loss` is what a micro-batch goes through whichever loss is chosen; a loss of your own can also be passed from
 outside as ``loss_type``.
 """

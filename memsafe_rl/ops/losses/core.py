@@ -300,10 +300,10 @@ class LossTraits:
         levels: values of ``importance_sampling_level`` that suit it, the best first; another one is warned of.
         separable: whether an action's loss depends on its own column alone, so that the columns of a row may be
             learnt one by one (denoising steps) and a row may be cut in two.
-        aggregation: how losses of actions become the loss of a step, a key of `AGGREGATIONS`.
+        aggregation: how losses of actions become the loss of a step, one of `AGGREGATIONS`.
         weighs_sampler: whether the loss itself uses the importance weights; if not, they multiply its result.
         tokens_only: whether it compares probabilities, which tokens have and denoising steps have not.
-        every_row: whether it may have a gradient where the advantage is 0; if not, rows without advantage are skipped.
+        every_row: False if its gradient is 0 wherever the advantage is 0; rows whose advantage is 0 are then skipped.
 
     Raises:
         ConfigError: If a level or the aggregation is unknown.

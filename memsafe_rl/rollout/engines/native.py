@@ -1,4 +1,4 @@
-"""The library's own engine: it decodes with the trained weights themselves, in waves that fit the plan."""
+"""The library's own engine: it decodes with the trained weights themselves, in a running batch that fits the plan."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 def turn_reader(tokenizer: Any, asked: str, written: str) -> TurnReader | None:
-    """Returns what reads the call of `PROBE` as a chat template writes it behind what was asked; None: nothing does."""
+    """Returns what reads the call of `PROBE` as a chat template writes it behind what was asked, or None."""
     for known in texts_beside(__file__, "response_templates.yaml"):
         begins = known.get("start_anchor_pattern") or re.escape(known["start_anchor"])
         if re.search(begins, written) and _reads(reader := partial(_by_known, tokenizer, known), "", written):
@@ -64,7 +64,7 @@ def _by_known(tokenizer: Any, known: Any, turn: Any, context: Any, schemas: Sequ
 
 
 def parsed(tokenizer: Any, turn: list[int] | str, **how: Any) -> Action:
-    """Has a tokenizer read a turn; an end of its own that its `response_template` does not name is no content."""
+    """Has a tokenizer read a turn; its eos is taken off a content in which its `response_template` left it."""
     message = tokenizer.parse_response(turn, **how)
     if isinstance(message, Mapping) and isinstance(message.get("content"), str):
         message = {**message, "content": message["content"].removesuffix(tokenizer.eos_token or "")}

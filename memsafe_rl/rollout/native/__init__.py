@@ -1,1 +1,1 @@
-"""The native engine: a running batch under a bounded key/value cache."""
+"""The native engine: a running batch, whose rows `sequences.admit` bounds by the bytes of their keys and values."""

@@ -3,6 +3,7 @@
 A row is found again by its place in the rollout, and is read on from the last token that its new context has in common
 with what was kept. Rows belong to the network and the adapters under which they were read, and to the weights as they
 were: under any others they are not there. It never exceeds the bytes that a plan allows; a failed attempt frees it all.
+How many rows are drawn at once is `sequences.admit`'s business.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from memsafe_rl.rollout.engine import LiveKeys
 from memsafe_rl.types import SequenceKey
 
 _WORTH = 2
-"""A row is read on only if at most this many times the tokens in common were kept: the others would hold bytes."""
+"""A kept row is used again only if at least one token in this many agrees with the new context."""
 
 RowName = tuple[int, int, int]
 """Rollout, prompt and sample of an episode: what its turns have in common."""

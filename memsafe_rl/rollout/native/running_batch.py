@@ -42,7 +42,7 @@ from memsafe_rl.rollout.native.sequences import (
 from memsafe_rl.types import Completion, ModelGeometry, RolloutPlan, SamplingSettings, SequenceKey
 
 _SPAN_STEPS = 32  # steps that are repeated together when memory runs out
-_COMPACT_SHARE = 8  # an ended row costs its share of every step to come; dropping rows copies the cache once
+_COMPACT_SHARE = 8  # ended rows go once they are 1/8 of a batch: dropping copies the cache, keeping them costs steps
 
 
 def generate(

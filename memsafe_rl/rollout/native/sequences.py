@@ -211,8 +211,8 @@ class Candidate(NamedTuple):
     prompt: int  # index of its prompt; samples of a prompt stand side by side
     prompt_tokens: int  # length of the prompt
     drawn_tokens: int  # tokens it has drawn before
-    # most tokens it may draw in all; where prompts are kept once, that any row of the batch may draw, since rows are as
-    # wide as the widest; of a prompt that was kept in part, what is read behind it counts too
+    # most tokens it may draw; where prompts are shared, the most that any row of the batch may draw, since rows are as
+    # wide as the widest; what is read behind a prompt that was kept in part counts too
     max_new_tokens: int
     is_kept: bool = False  # whether its prompt's cache was kept, whose bytes count with those of the batch's prompts
 

@@ -74,7 +74,7 @@ class RunLog:
         return {"pending": pending, "asked": asked, "table": table}
 
     def load_state_dict(self, saved: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-        """Takes it over, and the states of callbacks as `callback_states` gave them; settings stay the user's."""
+        """Takes over what `state_dict` gave, and callbacks' states from `callback_states`; settings stay the user's."""
         self.pending.update({name: list(values) for name, values in saved.get("pending", {}).items()})
         self.control, self.table = TrainerControl(**saved.get("asked", {})), tuple(saved.get("table", ()))
         left = {name: list(states) if isinstance(states, list) else [states] for name, states in callbacks.items()}
@@ -151,7 +151,7 @@ class RunLog:
         self.call_event("on_step_begin", state)
 
     def complete(self, state: RunState, measured: Mapping[str, float], learning_rate: float) -> dict[str, float]:
-        """Adds to a step's numbers what is known on the host, and moves what follows from them."""
+        """Adds what is known on the host to a step's numbers, and moves the controllers (beta, entropy)."""
         memory, metrics = self._memory, dict(measured)
         if state.rollout is not None and state.cursor.starts_rollout:
             metrics |= state.rollout.metrics

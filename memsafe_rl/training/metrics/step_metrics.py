@@ -40,7 +40,7 @@ def read_step(gradient: StepGradient, norm: Tensor) -> StepNumbers:
 
 
 def step_metrics(numbers: StepNumbers, terms: StepTerms, parallel: Parallel) -> dict[str, float]:
-    """Joins an optimizer step's numbers of all ranks, and divides sums by counts of all its rows, or of those run."""
+    """Joins a step's numbers of all ranks, and divides sums by counts of its rows, KL and entropy by those run."""
     parts = parallel.gather([numbers])
     totals = _merged([part.sums for part in parts], sum)
     tokens, rows = max(1, terms.denominators.tokens), max(1, terms.denominators.rows)
