@@ -71,7 +71,7 @@ def connect(accelerator: Accelerator, *, sharded: bool, timeout_seconds: float) 
 
 
 @contextmanager
-def telling(parallel: Parallel) -> Iterator[None]:
+def sharing_failures(parallel: Parallel) -> Iterator[None]:
     """Tells the other ranks of an error, so that none waits for one that has left."""
     try:
         yield

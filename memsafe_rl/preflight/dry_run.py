@@ -18,8 +18,8 @@ from memsafe_rl.checkpoint.weights import bytes_of, saved_weights
 from memsafe_rl.config.base import TrainerConfig
 from memsafe_rl.errors import MemoryBudgetError
 from memsafe_rl.memory.budget import MemoryBudget, room_for_weights
+from memsafe_rl.memory.runtime.explanation import changes
 from memsafe_rl.memory.runtime.stages import Stage
-from memsafe_rl.memory.runtime.verdict import changes
 from memsafe_rl.memory.simulated.device import SimulatedMemory, open_simulations
 from memsafe_rl.models.critic import CRITIC_ADAPTER
 from memsafe_rl.models.host_weights import put_on

@@ -31,7 +31,7 @@ from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
 from memsafe_rl.ops.entropy import entropy_threshold, high_entropy_mask
 from memsafe_rl.ops.losses.core import off_policy_mask
-from memsafe_rl.parallel.replicas import connect, open_accelerator, telling
+from memsafe_rl.parallel.replicas import connect, open_accelerator, sharing_failures
 from memsafe_rl.preflight.forecast import forecast_before_loading, wants_forecast
 from memsafe_rl.preflight.verify import require_proof
 from memsafe_rl.preflight.worst_case import check_worst_case
@@ -127,7 +127,7 @@ class PolicyTrainer:
             self.args.use_cpu, log_with=self.args.trackers or None, project_dir=self.args.output_dir
         )
         parallel = connect(self.accelerator, sharded=self.args.sharded, timeout_seconds=self.args.ddp_timeout)
-        with telling(parallel):
+        with sharing_failures(parallel):
             if self.accelerator.is_main_process:  # several at once would take the folder from under each other
                 check_writable(Path(self.args.output_dir))
             self._inputs = inputs = read_inputs(self.args, request)

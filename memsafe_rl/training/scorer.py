@@ -16,7 +16,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.models.adapter import Context, ModelAdapter
 from memsafe_rl.models.critic import Critic
 from memsafe_rl.ops.advantages import expected_gaps
-from memsafe_rl.ops.importance import accepted, importance_weights
+from memsafe_rl.ops.sampler_correction import accepted, importance_weights
 from memsafe_rl.rollout.scoring import RowScores, read_sources, score_all, value_all
 from memsafe_rl.rollout.server.teacher import taught_logprobs
 from memsafe_rl.training.samples import Samples

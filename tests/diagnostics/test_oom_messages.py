@@ -17,7 +17,7 @@ from memsafe_rl.diagnostics.known_tensors import Configuration, Kind, guesses, m
 from memsafe_rl.diagnostics.oom_causes import Cause, Explanation, explain_message, own_process
 from memsafe_rl.diagnostics.oom_messages import Allocator, Place, Printed, find_message, read_printed
 from memsafe_rl.errors import MemoryBudgetError
-from memsafe_rl.memory.runtime.verdict import explain
+from memsafe_rl.memory.runtime.explanation import explain
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import MemoryFailure, Phase, UpdatePlan
 

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from memsafe_rl import GRPOConfig
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.trainers.grpo import GRPOTrainer
-from memsafe_rl.training.assembly.agreement import begin_alike
+from memsafe_rl.training.assembly.rank_check import begin_alike
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.rollout.multi_turn.helpers import Echo, chat_tokenizer
 from tests.tiny import tiny_model, tiny_tokenizer

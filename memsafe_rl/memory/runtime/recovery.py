@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from memsafe_rl.accounting import host_memory
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, PeerOutOfMemoryError, first_line
 from memsafe_rl.memory.planning.policies import MemoryPolicy
+from memsafe_rl.memory.runtime.explanation import changes, explain
 from memsafe_rl.memory.runtime.failures import is_out_of_memory, requested_bytes
 from memsafe_rl.memory.runtime.stages import Retry, Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.memory.runtime.verdict import changes, explain
 from memsafe_rl.memory.simulated.device import open_simulations
 from memsafe_rl.types import MemoryFailure, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
 

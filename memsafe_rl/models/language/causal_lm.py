@@ -29,7 +29,7 @@ from memsafe_rl.models.decoding.padded import PaddedState
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of, longer_block
 from memsafe_rl.models.geometry import layer_windows
-from memsafe_rl.models.language import agreement
+from memsafe_rl.models.language import path_check
 from memsafe_rl.models.language.base import (
     OWN_ATTENTION,
     LanguageAdapter,
@@ -259,7 +259,7 @@ class CausalLMAdapter(LanguageAdapter):
         prompts = trajectory.conditions.rows()
         return self.inputs.images([prompts[trajectory.condition_of_row[row]] for row in rows])
 
-    def _attending_alone(self, ids_BL: Tensor, images: Sequence[Sequence[slice]]) -> AbstractContextManager[None]:
+    def _attending_alone(self, ids_BL: Tensor, images: Sequence[Sequence[slice]]) -> AbstractContextManager[object]:
         """Has padded rows attend as packed ones do, where the model's own attention holds all scores or a mask."""
         rows, width = ids_BL.shape
         windows = self.geometry.windows
@@ -309,7 +309,7 @@ def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bo
 
 def check_head(adapter: CausalLMAdapter) -> None:
     """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
-    agreement.settle(adapter, _settle_decoding)
+    path_check.settle(adapter, _settle_decoding)
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> torch.autocast:
@@ -338,7 +338,7 @@ def _warn_of_rope_that_reads_lengths(config: Any) -> None:
 def _settle_packing(adapter: LanguageAdapter) -> None:
     """Keeps the packed route if it gives the logits of rows alone, and says so if it does not."""
     # Rows of a prompt lie apart from each other and are unlike in length.
-    trajectory = agreement.probe_rows(agreement.known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
+    trajectory = path_check.probe_rows(path_check.known_tokens(adapter), (3, 6), (4, 3, 7, 1, 5), (0, 1, 0, 1, 0))
     wanted_MV = adapter.row_logits(adapter.model, trajectory, range(len(trajectory)))
     reason = _packing_disagreement(adapter, trajectory, wanted_MV)
     adapter.packs_prompts = reason is None
@@ -356,9 +356,9 @@ def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
         return "positions cannot be given"
     adapter.packs_prompts = True
     try:  # padded rows may attend as packed ones do; a `RuntimeError` is how a kernel or a shape complains
-        return agreement.scoring_disagreement(
+        return path_check.scoring_disagreement(
             adapter, trajectory, wanted_MV, RuntimeError, packed=True
-        ) or agreement.scoring_disagreement(adapter, trajectory, wanted_MV, RuntimeError)
+        ) or path_check.scoring_disagreement(adapter, trajectory, wanted_MV, RuntimeError)
     finally:
         adapter.packs_prompts = False
 
@@ -366,7 +366,7 @@ def _packing_disagreement(adapter: LanguageAdapter, trajectory: Trajectory, want
 def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
     """Decodes both prompts together; where shared prompts give other logits, each row gets its own."""
     adapter.joins = adapter.joins and adapter.path.route is Route.LEAN
-    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    reason = path_check.sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None and adapter.joins:
         adapter.joins = False
         logger.warning(
@@ -374,9 +374,9 @@ def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV
             type(adapter.lm).__name__,
             reason,
         )
-        reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+        reason = path_check.sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None:
-        agreement.settle_generate(adapter, trajectory, wanted_MV, reason)
+        path_check.settle_generate(adapter, trajectory, wanted_MV, reason)
     _settle_packing(adapter)
 
 

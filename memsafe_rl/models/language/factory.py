@@ -12,7 +12,7 @@ from torch import nn
 
 from memsafe_rl.models import refusal
 from memsafe_rl.models.adapter import ADAPTERS, Adapter, ModelAdapter
-from memsafe_rl.models.language.agreement import check_rows_alone
+from memsafe_rl.models.language.path_check import check_rows_alone
 from memsafe_rl.ops.registry import refuse_incomplete
 
 for _module in iter_modules([str(Path(__file__).parent)]):

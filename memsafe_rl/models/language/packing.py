@@ -297,7 +297,7 @@ def attending(configs: Iterable[Any], layout: Layout) -> Iterator[set[int]]:
         yield layers
 
 
-def attention_again() -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+def attention_again() -> Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]:
     """Returns what torch's checkpointing needs to attend in a recomputation as in the forward pass now running."""
     scope = _SCOPE.get()
     return noop_context_fn if scope is None else lambda: (nullcontext(), attending(*scope[:2]))

@@ -31,7 +31,7 @@ from memsafe_rl.models.compiling import Compiled
 from memsafe_rl.models.decoding.shared_prefix_attention import Reading, biases_left_out, shared_prefix_attention
 from memsafe_rl.models.decoding.shared_prefix_cache import SharedPrefixCache, SharedPrefixState, block_of
 from memsafe_rl.models.geometry import decoder_config, layer_windows
-from memsafe_rl.models.language import agreement
+from memsafe_rl.models.language import path_check
 from memsafe_rl.models.language.base import (
     LanguageAdapter,
     Route,
@@ -245,16 +245,16 @@ class Seq2SeqAdapter(LanguageAdapter):
 
 def check_seq2seq(adapter: Seq2SeqAdapter) -> None:
     """Compares an adapter's own paths with its model's logits, and takes a plain path where they differ."""
-    agreement.settle(adapter, _settle_decoding)
+    path_check.settle(adapter, _settle_decoding)
 
 
 def _settle_decoding(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV: Tensor) -> None:
-    reason = agreement.sampling_disagreement(adapter, trajectory, wanted_MV)
+    reason = path_check.sampling_disagreement(adapter, trajectory, wanted_MV)
     if reason is not None:
         adapter.joins = False
-        alike = agreement.probe_rows(agreement.known_tokens(adapter), (4, 4))
+        alike = path_check.probe_rows(path_check.known_tokens(adapter), (4, 4))
         alike_MV = adapter.row_logits(adapter.model, alike, range(len(alike)))
-        agreement.settle_generate(adapter, alike, alike_MV, reason)
+        path_check.settle_generate(adapter, alike, alike_MV, reason)
 
 
 def start_token_of(lm: Any) -> int:

@@ -32,7 +32,7 @@ from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.models.language.causal_lm import autocast
 from memsafe_rl.models.loading import LoadedModel
-from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator, telling
+from memsafe_rl.parallel.replicas import Parallel, Replicas, connect, open_accelerator, sharing_failures
 from memsafe_rl.parallel.shards import ShardedWeights, check_critic_dividable, check_dividable, save_whole_only
 from memsafe_rl.rewards.calls import TimeoutPolicy
 from memsafe_rl.rewards.runner import RewardRunner
@@ -48,7 +48,6 @@ from memsafe_rl.training.algorithms.advantages import (
     turn_advantages,
 )
 from memsafe_rl.training.algorithms.objectives import Combiner
-from memsafe_rl.training.assembly.agreement import begin_alike
 from memsafe_rl.training.assembly.inputs import (
     check_sampler,
     check_together,
@@ -60,6 +59,7 @@ from memsafe_rl.training.assembly.inputs import (
 )
 from memsafe_rl.training.assembly.language_models import bound_prompts
 from memsafe_rl.training.assembly.protocol import MODEL_FAMILIES, ModelFactory, TrainingRequest
+from memsafe_rl.training.assembly.rank_check import begin_alike
 from memsafe_rl.training.gradient import pass_once
 from memsafe_rl.training.learner import Learner, make_committer
 from memsafe_rl.training.optim.optimizer import trained_names
@@ -161,7 +161,7 @@ def prepare(
     set_seed(config.seed)
     accelerator = open_accelerator(config.use_cpu)
     parallel = connect(accelerator, sharded=config.sharded, timeout_seconds=config.ddp_timeout)
-    with telling(parallel):
+    with sharing_failures(parallel):
         inputs = read_inputs(config, request)
         setup = build_setup(inputs, machine_for(inputs, accelerator.device, parallel))
         seed_rank(setup)

@@ -15,11 +15,11 @@ import torch
 from memsafe_rl.accounting import charge
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import FixedPolicy, MemoryPolicy
+from memsafe_rl.memory.runtime.explanation import explain
 from memsafe_rl.memory.runtime.meters import SimulatedMeter
 from memsafe_rl.memory.runtime.recovery import SAME_PLAN_TRIES, UNPLANNED_TRIES, Recovery, under
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import MemoryTracker
-from memsafe_rl.memory.runtime.verdict import explain
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.types import (
     Component,

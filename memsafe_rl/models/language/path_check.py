@@ -86,7 +86,7 @@ def settle_generate(adapter: LanguageAdapter, trajectory: Trajectory, wanted_MV:
             break
         others.append(other)
     else:
-        raise refusal("agreement/together", kind=type(adapter.lm).__name__, reason=reason, others=others)
+        raise refusal("path_check/together", kind=type(adapter.lm).__name__, reason=reason, others=others)
     adapter.path = replace(adapter.path, decodes=False, caches=cached)
     logger.warning(
         "%s cannot be decoded by this library's engine (%s). Rollouts run transformers' generate%s, in waves of rows "
@@ -109,7 +109,7 @@ def check_rows_alone(adapter: ModelAdapter) -> None:
         alone = torch.cat([naive_logits(adapter.distribution(begun, [row])) for row in range(2)])
     firsts = torch.arange(3, device=wanted_MV.device)
     relative = relative_difference(alone, wanted_MV[torch.cat([firsts, firsts + whole.actions.lengths[0]])])
-    refusal.when(not relative <= _ALONE, "agreement/row", kind=type(adapter.model).__name__, relative=relative)
+    refusal.when(not relative <= _ALONE, "path_check/row", kind=type(adapter.model).__name__, relative=relative)
 
 
 def scoring_disagreement(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from memsafe_rl.ops.importance import accepted
+from memsafe_rl.ops.sampler_correction import accepted
 
 
 def naive(old, sampled, mask, criterion, limit):
