@@ -9,6 +9,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from memsafe_rl.accounting import autocast_bytes, weights_of
+from memsafe_rl.models import refusal
 from memsafe_rl.models.module_state import biased_modules, tensor_place
 from memsafe_rl.types import ModelGeometry
 
@@ -18,6 +19,8 @@ def read_geometry(lm: Any, *, copies: tuple[nn.Module, ...] = (), slot_bytes: in
     own = decoder_config(lm)
     config = own.get_text_config(decoder=True)
     heads = int(_first(config, "num_attention_heads", default=1))
+    lacking = [name for name in ("hidden_size", "num_hidden_layers") if not hasattr(config, name)]
+    refusal.when(lacking, "config/sizes", kind=type(config).__name__, names=" or ".join(lacking))
     hidden = int(config.hidden_size)
     windows = cache_windows(own)
     head = lm.get_output_embeddings()

@@ -4,10 +4,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from memsafe_rl import Adapter, FunctionAdapter, register_adapter
+from memsafe_rl import Adapter, ConfigError, FunctionAdapter, register_adapter
 from tests.tiny import VOCAB_SIZE
 from tests.trainers.helpers import cut, gradient_of, make_trainer, relative
 
@@ -50,3 +51,12 @@ def test_a_network_from_outside_has_the_plain_gradient_under_any_cut(tmp_path: P
     before = trainer.model.head.weight.clone()
     assert trainer.train().global_step == 2
     assert not torch.equal(trainer.model.head.weight, before)
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"use_transformers_continuous_batching": True}, {"rollout_engine": "continuous"}, {"use_vllm": True}]
+)
+def test_engines_that_know_transformers_models_only_refuse_it(chosen: dict[str, Any], tmp_path: Path) -> None:
+    ((setting, value),) = chosen.items()
+    with pytest.raises(ConfigError, match=f"{setting} is {value!r}, but TinyGRU is no causal language model of transf"):
+        make_trainer(tmp_path, model=TinyGRU(), **chosen, **({"vllm_mode": "server"} if "use_vllm" in chosen else {}))

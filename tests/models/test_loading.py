@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import (
     MarianConfig,
     MarianMTModel,
     MixtralConfig,
+    PreTrainedConfig,
     Qwen3ForSequenceClassification,
     T5Config,
     T5EncoderModel,
@@ -29,6 +31,7 @@ from transformers import (
 
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.models import loading
+from memsafe_rl.models.geometry import read_geometry
 from memsafe_rl.models.loading import eos_token_ids, load_model, load_tokenizer, read_config
 from memsafe_rl.models.routing import RouterLosses
 from memsafe_rl.models.vision.families import vision_family
@@ -306,3 +309,9 @@ def test_geometry_of_configs() -> None:
 def test_a_critic_that_is_no_model_is_told_what_else_it_may_be() -> None:
     with pytest.raises(ConfigError, match=r"critic='trunk' has no config .*leave critic out, .* write 'adapter'"):
         read_config("trunk", told="critic")
+
+
+def test_a_config_with_names_of_its_own_is_told_to_map_them() -> None:
+    own = SimpleNamespace(config=PreTrainedConfig(d_model=8, n_blocks=2))
+    with pytest.raises(ConfigError, match=r"PreTrainedConfig has no hidden_size or num_hidden_layers.*attribute_map"):
+        read_geometry(own)

@@ -73,7 +73,7 @@ def test_the_kl_of_certain_tokens_is_finite_or_holds_back(dtype):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_denoising_steps_have_no_probabilities_to_compare(name):
     with pytest.raises(
-        ConfigError, match=rf"loss_type is '{name}', which compares .* are separable: bnpo, cispo, dapo"
+        ConfigError, match=rf"loss_type is '{name}', which compares .* are separable: .*bnpo, cispo, dapo"
     ):
         check_separable(SETTINGS[name])
 

@@ -79,7 +79,7 @@ def split_gradient(inputs, settings, groups, counts_of_micro_batch):
 
 
 def distance(actual, expected):
-    return float((actual - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))  # all tokens may be clipped
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -335,7 +335,7 @@ def test_adaptive_entropy_coefficient_by_hand():
 @pytest.mark.parametrize(
     ("settings", "changes", "words"),
     [
-        (LossSettings("ppo2"), {}, "'ppo2'.*Set it to one of bnpo, cispo"),
+        (LossSettings("ppo2"), {}, "'ppo2'.*Set it to one of .*bnpo, cispo"),
         (LossSettings(importance_sampling_level="row"), {}, "'row'.*sequence, sequence_sum, token"),
         (LossSettings(beta=0.1), {"ref_logprobs_BT": None}, "`beta` is 0.1"),
         (LossSettings(), {"entropies_BT": None, "entropy_coef": 0.1}, "`entropy_coef` is 0.1"),

@@ -242,7 +242,7 @@ def test_a_prompt_may_be_as_long_as_the_encoder_takes(tmp_path: Path) -> None:
 
 
 def test_other_engines_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching.*encoder-decoder"):
+    with pytest.raises(ConfigError, match=r"use_transformers_continuous_batching is True, but T5\w+ is no causal"):
         make_trainer(tmp_path, model=tiny_t5(), use_transformers_continuous_batching=True)
 
 

@@ -23,7 +23,7 @@ from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import Engine, EngineContext, Progress, register_engine
 from memsafe_rl.rollout.external.function_engine import LIMITS, EngineRequest, FunctionEngine, pool_for
-from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, refuse_encoder
+from memsafe_rl.rollout.external.sampling_support import check_options, completion_of, refuse_other_networks
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings
 
 HONOURED = frozenset({"max_new_tokens", "eos_token_ids", "temperature", "top_p", "top_k", LIMITS})
@@ -40,7 +40,7 @@ _LOG = "ContinuousBatchingLogger"
 
 def continuous_engine(context: EngineContext) -> FunctionEngine:
     """Makes an engine for continuous batching; what failed is drawn again whole, lest short completions be favoured."""
-    refuse_encoder(context, "use_transformers_continuous_batching")
+    refuse_other_networks(context)
     options = context.config.transformers_continuous_batching_config or {}
     check_options(options)
     batching = _Batching(context.adapter, {_PAGE: _PAGE_TOKENS, **options}, context.room)

@@ -37,8 +37,8 @@ from memsafe_rl.rollout.external.function_engine import (
 from memsafe_rl.rollout.external.sampling_support import (
     FILTERS,
     completion_of,
-    refuse_encoder,
     refuse_missing_vllm,
+    refuse_other_networks,
     vllm_sampling,
 )
 from memsafe_rl.rollout.external.vllm_weights import named_weights, refuse_unmergeable
@@ -414,7 +414,7 @@ def _sampling(settings: SamplingSettings, key: SequenceKey) -> Any:
 
 def vllm_engine(context: EngineContext) -> VLLMEngine:
     """Makes the engine that the configuration describes."""
-    refuse_encoder(context, "use_vllm")
+    refuse_other_networks(context)
     config, weights = context.config, next(context.adapter.model.parameters())
     computes_in = "bfloat16" if config.bf16 else "float16" if config.fp16 else str(weights.dtype).removeprefix("torch.")
     share, sleeps = config.vllm_gpu_memory_utilization, config.vllm_enable_sleep_mode

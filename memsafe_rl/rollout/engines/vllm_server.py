@@ -25,7 +25,7 @@ from memsafe_rl.rollout.external.function_engine import (
     request_of,
     seed_of,
 )
-from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_encoder
+from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_other_networks
 from memsafe_rl.rollout.external.vllm_weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.rollout.server.routes import Server, ServerError, connections
 from memsafe_rl.types import Completion, RolloutPlan, SamplingSettings, SequenceKey
@@ -296,7 +296,7 @@ def _servers(config: Any, vocab_size: int) -> Iterator[list[Server]]:
 
 def vllm_server_engine(context: EngineContext) -> FunctionEngine:
     """Makes the engine that the configuration describes."""
-    refuse_encoder(context, "use_vllm")
+    refuse_other_networks(context)
     servers = Servers(context, ENGINES["native"].function(context))
     calls: dict[str, Any] = {"synchronise": servers.synchronise, "close": servers.close, "ahead": servers}
     return FunctionEngine(context, servers.draw, honours={*FILTERS, LIMITS}, compares_filtered=True, **calls)

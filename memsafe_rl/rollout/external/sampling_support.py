@@ -9,8 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 
+from memsafe_rl.models.language.base import language_model_of
 from memsafe_rl.rollout import refusal
 from memsafe_rl.rollout.engine import EngineContext
 from memsafe_rl.types import Completion, SamplingSettings
@@ -37,10 +38,12 @@ def check_options(given: Mapping[str, Any]) -> None:
         refusal.when(why, "transformers_continuous_batching_config/name", name=name, value=value, why=why)
 
 
-def refuse_encoder(context: EngineContext, setting: str) -> None:
-    """Refuses encoder-decoders, where an engine knows causal language models only."""
-    has_encoder, model = context.adapter.geometry.source_bytes is not None, type(context.adapter.model).__name__
-    refusal.when(has_encoder, "engine/encoder", setting=setting, model=model)
+def refuse_other_networks(context: EngineContext) -> None:
+    """Refuses networks other than transformers' causal language models, where an engine knows no others."""
+    network, config = language_model_of(context.adapter.model), context.config
+    if not isinstance(network, PreTrainedModel) or network.config.is_encoder_decoder:
+        setting = next(iter(config.engines_chosen))
+        raise refusal("engine/network", setting=setting, value=getattr(config, setting), kind=type(network).__name__)
 
 
 def refuse_begun(engine: str, begun: object) -> None:
