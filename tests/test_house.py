@@ -12,7 +12,7 @@ from benchmarks.house import figures
 CEILINGS = {  # figure: (ceiling, what it shall become)
     "lines of the package": (49_985, 40_000),
     "files of the largest room": (15, 15),
-    "files of the largest catalogue": (14, 30),
+    "files of the largest catalogue": (30, 30),  # one more for each loss that is added
     "lines of the largest room": (5_000, 5_000),
     "files entered by one rollout": (42, 28),
     "frames deep in one rollout": (20, 20),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -110,7 +110,7 @@ class CausalLMAdapter(LanguageAdapter):
             pad_token_id=pad_token_id,
             routes=routes,
             # whether the structure allows a shared-prefix cache; the check at start tells whether the model agrees
-            joins=_can_share_prompts(routes, accepted),
+            joins=Route.LEAN in routes and "position_ids" in accepted,
             reference_model=reference_model,
             inputs=self.inputs,
         )
@@ -300,11 +300,6 @@ def _chunks(length: int, chunk: int, images: Sequence[slice]) -> list[slice]:
         cut = next((span for span in images if span.start < end < span.stop), None)
         ends.append(end if cut is None else cut.start if cut.start > ends[-1] else cut.stop)
     return [slice(start, end) for start, end in pairwise(ends)]
-
-
-def _can_share_prompts(routes: Sequence[Route], accepted: Collection[str]) -> bool:
-    """Whether a model's structure allows a shared-prefix cache; the check at start tells whether it agrees."""
-    return Route.LEAN in routes and "position_ids" in accepted
 
 
 def check_head(adapter: CausalLMAdapter) -> None:
