@@ -66,10 +66,12 @@ class RewardScores:
 
 
 def over_ranks(own: RewardScores, everywhere: Sequence[RewardScores]) -> RewardScores:
-    """Joins what all ranks' functions logged; seconds stay this rank's own."""
+    """Joins what all ranks' functions logged; seconds stay this rank's own, unless it had no rows."""
     names = dict.fromkeys(name for scores in everywhere for name in scores.metrics)
     metrics = {name: [value for one in everywhere for value in one.metrics.get(name, ())] for name in names}
-    return replace(own, metrics=metrics, timeouts=sum((Counter(one.timeouts) for one in everywhere), Counter()))
+    seconds = next((one.seconds for one in (own, *everywhere) if one.seconds), {})
+    timeouts = sum((Counter(one.timeouts) for one in everywhere), Counter[str]())
+    return replace(own, seconds=seconds, metrics=metrics, timeouts=timeouts)
 
 
 PendingScores = Pending[RewardScores]

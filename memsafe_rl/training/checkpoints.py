@@ -117,6 +117,11 @@ class Checkpoints:
         model, critic = self._setup.shards.on_main(weights, self.repeat)
         return partial(self.write_weights, model=model, critic=critic)
 
+    def note_random(self, state: RunState) -> None:
+        """Notes where the random generators of all ranks stand, since the main rank may come to save alone."""
+        state.random = self.repeat(Stage.PREPARE, capture_random_state)
+        state.rank_randoms = self._setup.parallel.gather([state.random])
+
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
         """Returns what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile."""
         trajectory = None if state.rollout is None else state.rollout.trajectory
@@ -219,7 +224,7 @@ class Checkpoints:
             "concessions": [asdict(degradation) for degradation in state.degradations],
             "run": self._run_facts(),
             "random": plain_random_state(state.random or capture_random_state()),
-            "rank_randoms": state.rank_randoms,
+            "rank_randoms": list(map(plain_random_state, state.rank_randoms)),
         }
 
     def _tensors(self) -> dict[str, Any]:

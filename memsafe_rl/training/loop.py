@@ -23,7 +23,7 @@ from memsafe_rl.diagnostics.run_figures import run_figures
 from memsafe_rl.errors import ConfigError, MemoryBudgetError, MemsafeError, SaveError, TrainingInterrupted, do_each
 from memsafe_rl.memory.runtime.interrupts import StopRequest, uninterrupted
 from memsafe_rl.memory.runtime.meters import check_meter
-from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd, plain_random_state
+from memsafe_rl.memory.runtime.recovery import capture_random_state, empty_caches, flush_autograd
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.training import refusal
 from memsafe_rl.training.checkpoints import Checkpoints, SavedRun, best_folder
@@ -210,7 +210,7 @@ class TrainingLoop:
         if self.config.async_rollouts:
             self.collector.draw_ahead(state, rollout)
         self.report.table = rollout.table
-        state.random = self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)
+        self.checkpoints.note_random(state)
         return rollout
 
     def begin_step(self) -> None:
@@ -218,7 +218,7 @@ class TrainingLoop:
         setup, state = self.setup, self.state
         self._step_started = time.perf_counter()
         setup.memory.step = state.step
-        state.random = setup.recovery.repeat(Stage.PREPARE, capture_random_state)
+        self.checkpoints.note_random(state)
         self._learning_rate = setup.committed.learning_rate
         self.report.begin_step(state)
 
@@ -421,10 +421,8 @@ class TrainingLoop:
         state, before = self.state, self.state.progress.best_model_checkpoint
         if state.progress.best_global_step == state.step:
             state.progress.best_model_checkpoint = str(checkpoint_folder(Path(self.config.output_dir), state.step))
-        state.rank_randoms = []
-        if self.setup.parallel.world_size > 1 and not alone:
-            own = state.random or self.setup.recovery.repeat(Stage.CHECKPOINT, capture_random_state)
-            state.rank_randoms = self.setup.parallel.gather([plain_random_state(own)])
+        own = state.random or self.setup.recovery.repeat(Stage.CHECKPOINT, capture_random_state)
+        state.rank_randoms = [own, *state.rank_randoms[1:]] if alone else self.setup.parallel.gather([own])
         with self.setup.memory.phase(Phase.CHECKPOINT), self.stop.saving():
             saved = self.checkpoints.saved()
             if self.setup.parallel.is_main:

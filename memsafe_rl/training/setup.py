@@ -76,7 +76,7 @@ class RunState:
     history: RecordLog = field(default_factory=lambda: RecordLog(_step_record))  # one record a step, of `steps.jsonl`
     degradations: list[Degradation] = field(default_factory=list)  # changes of the task, taken where no plan fitted
     random: RandomState | None = None  # of the random generators at the step's beginning; None between steps
-    rank_randoms: list[Any] = field(default_factory=list)  # those of several ranks, for the checkpoint being written
+    rank_randoms: list[RandomState] = field(default_factory=list)  # those of all ranks, as last heard of
     ending: Ending | None = None  # what still follows the step just done; None where nothing does
 
     @classmethod

@@ -32,6 +32,10 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "sharding": (lambda rank: {"fsdp": ["", "full_shard"][rank]}, 'on rank 0 and "full_shard" on rank 1'),
     "fewer prompts": (lambda rank: {"train_dataset": prompts(PROMPTS[rank:])}, "train_dataset is not the same on rank"),
     "another order": (lambda rank: {"train_dataset": prompts(PROMPTS[:: 1 - 2 * rank])}, "or another order of them"),
+    "other prompts of evaluations": (
+        lambda rank: {"eval_dataset": {"one": prompts(PROMPTS[:1]), "two": prompts(PROMPTS[: 2 - rank])}},
+        "eval_dataset is not the same on rank",
+    ),
     "a base": (
         lambda rank: {"model": moved(rank), "peft_config": LoraConfig(target_modules="all-linear")},
         "The frozen weights of network 0 (PeftModel",

@@ -15,9 +15,15 @@ from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
 from tests.trainers.helpers import make_trainer, weights
 from tests.training.test_interrupts import At
 
+BREAKS: set[int] = set()
+"""Steps behind which this rank's rewards raise, once."""
 
-def noisy(completions: list[str], **_: Any) -> list[float]:
+
+def noisy(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
     """Draws random numbers, as many as the texts say, so that the ranks' generators part."""
+    if trainer_state.global_step in BREAKS:
+        BREAKS.clear()
+        raise ZeroDivisionError("the judge is away")
     return [sum(random.random() for _ in range(1 + len(text) % 3)) for text in completions]
 
 
@@ -28,7 +34,7 @@ SETTINGS |= {"reward_funcs": noisy}
 def end_of(trainer: Any, resume: bool = False) -> str:
     try:
         trainer.train(resume_from_checkpoint=resume)
-    except (TrainingInterrupted, MemsafeError) as ended:
+    except (TrainingInterrupted, MemsafeError, ZeroDivisionError) as ended:
         return f"{type(ended).__name__}: {ended}"
     return "finished"
 
@@ -45,6 +51,11 @@ def go_through_it(rank: int, port: int, folder: str) -> None:
     found["steps"] = [record["step"] for record in resumed.history]
     found["logged"] = [record["step"] for record in resumed.state.log_history]
     found["same"] = torch.equal(weights(resumed), weights(whole))
+    BREAKS.update([2] if rank == 1 else [])
+    found["broken"] = end_of(make_trainer(Path(folder) / "broken", **SETTINGS))
+    mended = make_trainer(Path(folder) / "broken", **SETTINGS)
+    found["mended"] = end_of(mended, resume=True)
+    found["same after an error"] = torch.equal(weights(mended), weights(whole))
     torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -58,6 +69,10 @@ def test_ranks_stop_resume_and_are_refused_together(tmp_path: Path) -> None:
         assert found["steps"] == [1, 2, 3, 4]
         assert found["logged"] == [1, 2, 3, 4, 4]
         assert found["same"]
+        assert found["mended"] == "finished"
+        assert found["same after an error"]
+    assert ranks[1]["broken"] == "ZeroDivisionError: the judge is away"
+    assert "checkpoint-2" in [path.name for path in checkpoints(tmp_path / "broken")]
     assert "which holds checkpoint-2 of an earlier run" in ranks[0]["refused"]
     assert "Rank 0 ended the run: ConfigError: output_dir is" in ranks[1]["refused"]
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-4"]

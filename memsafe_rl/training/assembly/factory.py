@@ -248,7 +248,7 @@ def build_setup(
         draw_rollout=draw_rollout,
     )
     if isinstance(machine.parallel, Replicas):
-        begin_alike(setup, machine.parallel)
+        begin_alike(setup, machine.parallel, inputs.eval_dataset)
         if config.sharded:
             with machine.parallel.beside():
                 shards = recovery.once(Stage.ADOPT, _divided, setup, machine.parallel, machine.device)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
+from memsafe_rl.data.prompts import read_alike
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.parallel.replicas import Replicas
 from memsafe_rl.training import refusal
@@ -19,7 +21,7 @@ _LOOKS = 16
 """Prompts that are compared, and elements of a frozen weight."""
 
 
-def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
+def begin_alike(setup: TrainingSetup, ranks: Replicas, eval_dataset: Any = None) -> None:
     """Gives all ranks the main rank's trained weights, and refuses ranks that differ in anything else."""
     trained = [weight for weight in setup.trained.parameters() if weight.requires_grad]
     values, known = setup.config.to_dict(), setup.config.declared
@@ -28,6 +30,7 @@ def begin_alike(setup: TrainingSetup, ranks: Replicas) -> None:
         **{("setting", name): _text(values[name]) for name in shared},
         ("weights", "trained weights"): f"{len(trained)} {_hash(str([weight.shape for weight in trained]))}",
         ("prompts", "train_dataset"): _prompts(setup.source),
+        ("prompts", "eval_dataset"): _evaluated(eval_dataset),
     }
     for place, network in enumerate(setup.networks):  # several may be of one class: a model and its reference
         name = f"frozen weights of network {place} ({type(network).__name__})"
@@ -51,6 +54,15 @@ def _prompts(source: Any) -> str:
         return ""
     places = range(0, count, max(1, count // _LOOKS))
     return f"{count} {_hash(_text([source.take(place, 1)[0].get('prompt') for place in places]))}"
+
+
+def _evaluated(dataset: Any) -> str:
+    """Names the prompts of evaluations likewise."""
+    if isinstance(dataset, Mapping):
+        return str([(name, _evaluated(part)) for name, part in dataset.items()])
+    count = 0 if dataset is None else len(dataset)
+    rows = read_alike((dataset[place] for place in range(0, count, max(1, count // _LOOKS))), seed=0)
+    return f"{count} {_hash(_text([row.get('prompt') for row in rows]))}"
 
 
 def _frozen(network: nn.Module) -> str:
