@@ -49,11 +49,7 @@ def check_generation(config: TrainerConfig) -> None:
 
 
 def sampling_settings(
-    config: TrainerConfig,
-    eos_token_ids: Iterable[int],
-    *,
-    tokenizer: Any = None,
-    declared: Any = None,
+    config: TrainerConfig, eos_token_ids: Iterable[int], *, tokenizer: Any = None, declared: Any = None
 ) -> SamplingSettings:
     """Returns the settings by which completions are drawn."""
     given = config.generation_kwargs or {}

@@ -194,11 +194,7 @@ _GRIDS = partial(
 )
 _SQUARES = _squares_tokens, _squares_runs, _squares_features, _squares_blank
 _IDEFICS3 = VisionFamily(
-    "Idefics3",
-    ("vision_model", "connector"),
-    ("pixel_values", "pixel_attention_mask"),
-    *_SQUARES,
-    each=_square_run,
+    "Idefics3", ("vision_model", "connector"), ("pixel_values", "pixel_attention_mask"), *_SQUARES, each=_square_run
 )
 _WHOLE = _whole_tokens, _whole_runs, _whole_features, _whole_blank
 _GEMMA3 = VisionFamily("Gemma 3", ("vision_tower", "multi_modal_projector"), ("pixel_values",), *_WHOLE, two_way=True)

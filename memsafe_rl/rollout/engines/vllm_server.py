@@ -17,14 +17,7 @@ from memsafe_rl.models.language.causal_lm import causal_lm_of
 from memsafe_rl.models.module_state import eval_mode
 from memsafe_rl.rollout import failure
 from memsafe_rl.rollout.engine import ENGINES, Engine, EngineContext, RolloutEngine, register_engine
-from memsafe_rl.rollout.external.function_engine import (
-    LIMITS,
-    EngineRequest,
-    FunctionEngine,
-    Row,
-    request_of,
-    seed_of,
-)
+from memsafe_rl.rollout.external.function_engine import LIMITS, EngineRequest, FunctionEngine, Row, request_of, seed_of
 from memsafe_rl.rollout.external.sampling_support import FILTERS, refuse_other_networks
 from memsafe_rl.rollout.external.vllm_weights import is_whole, refuse_unmergeable, written
 from memsafe_rl.rollout.server.routes import Server, ServerError, connections
