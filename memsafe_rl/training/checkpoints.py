@@ -117,11 +117,6 @@ class Checkpoints:
         model, critic = self._setup.shards.on_main(weights, self.repeat)
         return partial(self.write_weights, model=model, critic=critic)
 
-    def note_random(self, state: RunState) -> None:
-        """Notes where the random generators of all ranks stand, since the main rank may come to save alone."""
-        state.random = self.repeat(Stage.PREPARE, capture_random_state)
-        state.rank_randoms = self._setup.parallel.gather([state.random])
-
     def content(self, state: RunState, report: RunLog, saved: Saved, *, copied: bool) -> CheckpointContent:
         """Returns what a checkpoint will hold, its tensors copied to the host where training goes on meanwhile."""
         trajectory = None if state.rollout is None else state.rollout.trajectory

@@ -210,7 +210,7 @@ class TrainingLoop:
         if self.config.async_rollouts:
             self.collector.draw_ahead(state, rollout)
         self.report.table = rollout.table
-        self.checkpoints.note_random(state)
+        state.note_random(self.setup)
         return rollout
 
     def begin_step(self) -> None:
@@ -218,7 +218,7 @@ class TrainingLoop:
         setup, state = self.setup, self.state
         self._step_started = time.perf_counter()
         setup.memory.step = state.step
-        self.checkpoints.note_random(state)
+        state.note_random(self.setup)
         self._learning_rate = setup.committed.learning_rate
         self.report.begin_step(state)
 

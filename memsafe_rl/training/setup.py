@@ -23,7 +23,7 @@ from memsafe_rl.data.partial_rollouts import OpenGroup
 from memsafe_rl.data.prompts import PromptSource
 from memsafe_rl.errors import ConfigError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import MemoryPolicy
-from memsafe_rl.memory.runtime.recovery import RandomState, Recovery
+from memsafe_rl.memory.runtime.recovery import RandomState, Recovery, capture_random_state
 from memsafe_rl.memory.runtime.stages import Stage
 from memsafe_rl.memory.runtime.tracker import Holdings, MemoryTracker
 from memsafe_rl.micro_batches import Cursor
@@ -98,6 +98,11 @@ class RunState:
     def consumed(self) -> int:
         """Prompts that the present rollout has taken from the source."""
         return 0 if self.rollout is None else self.rollout.consumed
+
+    def note_random(self, setup: TrainingSetup) -> None:
+        """Notes where the random generators of all ranks stand, since the main rank may come to save alone."""
+        self.random = setup.recovery.repeat(Stage.PREPARE, capture_random_state)
+        self.rank_randoms = setup.parallel.gather([self.random])
 
     def advance(self, config: TrainerConfig, *, stop: bool = False) -> Rollout | None:
         """Moves on by a step, past the rest of the rollout on `stop`; returns the rollout that is used up with it."""
