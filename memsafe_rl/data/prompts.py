@@ -385,7 +385,7 @@ def _from_rows(rows: Sequence[Any], name: str) -> Dataset:
             raise unusable("dataset/keys", name=name, index=index, own=own, first=first)
     try:
         return Dataset.from_list([dict(row) for row in rows])
-    except (TypeError, ValueError, OverflowError, AttributeError) as error:  # the last of images that hold None
+    except (TypeError, ValueError, OverflowError, OSError, AttributeError) as error:  # the last two of images
         raise unusable("dataset/values", name=name, reason=" ".join(str(error).split())) from error
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +75,12 @@ def test_a_signal_ends_the_run_after_its_step_and_saves_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("manner", ["twice", "no grace", "grace over"])
+@pytest.mark.parametrize("manner", ["twice", "no grace", "grace over", "grace over while it waits"])
 def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, manner: str) -> None:
     whole = make_trainer(tmp_path / "whole", **SAVING)
     whole.train()
     rewarded: list[int] = []
-    grace = {"twice": 60.0, "no grace": 0.0, "grace over": 0.05}[manner]
+    grace = {"twice": 60.0, "no grace": 0.0}.get(manner, 0.05)
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
         rewarded.append(1)
@@ -87,6 +88,9 @@ def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, 
             signal.raise_signal(signal.SIGTERM)
             if manner == "twice":
                 signal.raise_signal(signal.SIGTERM)
+            if manner == "grace over while it waits":
+                threading.Event().wait(60)
+                raise AssertionError("nobody woke it")
             while True:
                 pass
         return count_digits(completions, **columns)

@@ -80,7 +80,8 @@ class StopRequest:
 
     def _lose_patience(self, number: int) -> None:
         if self._heard == 1 and not self._saving:
-            _thread.interrupt_main(signal.Signals(number))
+            wake = getattr(signal, "pthread_kill", None)  # ends what the main thread waits for; Windows has none
+            wake(threading.main_thread().ident, number) if wake else _thread.interrupt_main(signal.Signals(number))
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib
 import json
 import threading
 from base64 import b64decode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from memsafe_rl.errors import MemsafeError
 from memsafe_rl.rollout import refusal
@@ -28,6 +30,7 @@ class _Connection:
         self._ready, self.error, self.is_lost = threading.Event(), "", False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._live()), name="memsafe-rl-mcp", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a server that is stuck in a call does not see this process end
         if not self._ready.wait(seconds) and not self.error:
             self.error = f"it did not answer within {seconds:g} seconds"
         if self.error:
@@ -36,14 +39,14 @@ class _Connection:
 
     def close(self) -> None:
         """Ends the connection, and the command where one was started."""
-        if self._thread.is_alive() and hasattr(self, "loop"):
+        if self._thread.is_alive() and hasattr(self, "_task"):
             with suppress(RuntimeError):  # the loop closes by itself where the server is lost
-                self.loop.call_soon_threadsafe(self._over.set)
+                self.loop.call_soon_threadsafe(self._task.cancel)
             self._thread.join(_FAREWELL_SECONDS)
 
     async def _live(self) -> None:
         """Connects, lists the tools, and stays until `close`."""
-        self.loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self.loop, self._task = asyncio.get_running_loop(), cast("asyncio.Task[None]", asyncio.current_task())
         try:
             async with _library().Client(self._server, read_timeout_seconds=self._seconds) as self.client:
                 page = await self.client.list_tools()
@@ -52,9 +55,9 @@ class _Connection:
                     page = await self.client.list_tools(cursor=page.next_cursor)
                     self.listed += page.tools
                 self._ready.set()
-                await self._over.wait()
-        except Exception as error:
-            self.error = f"{type(_innermost(error)).__name__}: {_innermost(error)}"
+                await self.loop.create_future()
+        except (Exception, asyncio.CancelledError) as error:
+            self.error = self.error or f"{type(_innermost(error)).__name__}: {_innermost(error)}"
         finally:
             self.is_lost = True
             self._ready.set()
@@ -180,8 +183,8 @@ class MCPTools:
             raise MemsafeError(f"{name} did not answer within {self._seconds:g} seconds.") from None
         except Exception as error:
             code = getattr(getattr(error, "error", None), "code", None)
-            # the second where a result breaks its own schema
-            answered = code is not None or isinstance(error, (RuntimeError, ValueError))
+            # a result breaks its own schema, or the server says so, unless it has begun anew: "Session not found"
+            answered = isinstance(error, (RuntimeError, ValueError)) or (code and not str(error).startswith("Session "))
             if answered and code != _library().types.CONNECTION_CLOSED and not connection.is_lost:
                 raise
             connection.is_lost = True
@@ -189,16 +192,18 @@ class MCPTools:
         text = self._bounded(_shown(result))
         if getattr(result, "is_error", False):
             raise MemsafeError(text)
-        images = [block for block in result.content if block.type == "image"] if self._shows_images else []
+        images = [b64decode(block.data) for block in result.content if block.type == "image" and self._shows_images]
         if not images:
             return text
+        for image in images:  # one that cannot be read is the call's failure, not the run's
+            importlib.import_module("PIL.Image").open(BytesIO(image)).load()
         blocks = [block for block in result.content if block.type != "image"]
         said = [{"type": "text", "text": self._bounded("\n".join(map(_text, blocks)))}] if blocks else []
-        return [{"type": "image", "image": b64decode(block.data)} for block in images] + said
+        return [{"type": "image", "image": image} for image in images] + said
 
     def _bounded(self, text: str) -> str:
         most = self._most[1]
-        return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most:,} characters left out]"
+        return text if len(text) <= most else f"{text[: int(most)]}\n[{len(text) - int(most):,} characters left out]"
 
 
 def _library() -> Any:

@@ -9,16 +9,20 @@ import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from memsafe_rl import GRPOTrainer, MCPTools
 from memsafe_rl.errors import ConfigError, MemsafeError
 from memsafe_rl.rollout.multi_turn.protocol import Action, ToolCall
 from memsafe_rl.rollout.multi_turn.tools import ToolEnvironment, tool_schemas
+from tests.images import picture
 from tests.rollout.multi_turn.helpers import chat_tokenizer
 
 SERVER = """
@@ -128,10 +132,12 @@ def test_results_that_are_structured_or_embedded_are_shown() -> None:
     kinds = importlib.import_module("mcp.types")
     server = importlib.import_module("mcp.server.mcpserver").MCPServer("shapes")
     inner = kinds.TextResourceContents(uri="a://b", text="inside")
-    image = kinds.ImageContent(type="image", data="aGk=", mime_type="image/png")
+    picture(8, 8).save(file := BytesIO(), format="PNG")
+    image = kinds.ImageContent(type="image", data=b64encode(file.getvalue()).decode(), mime_type="image/png")
     results = {
         "structured": kinds.CallToolResult(content=[], structured_content={"city": "Köln"}),
         "parts": kinds.CallToolResult(content=[kinds.EmbeddedResource(type="resource", resource=inner), image]),
+        "unreadable": kinds.CallToolResult(content=[image.model_copy(update={"data": "aGk="})]),
     }
     for name, result in results.items():
         server.add_tool(giving(result), name=name, description="?", structured_output=False)
@@ -143,16 +149,18 @@ def test_results_that_are_structured_or_embedded_are_shown() -> None:
     ]
     with MCPTools(server, shows_images=True) as tools:
         shown = called(tools, ("structured", {}), ("parts", {})).observation
+        failed = called(tools, ("unreadable", {}))
+    assert (failed.failures, "cannot identify image" in failed.observation[0]["content"]) == (1, True)
     assert [message["content"] for message in shown] == [
         '{"city": "Köln"}',
-        [{"type": "image", "image": b"hi"}, {"type": "text", "text": "inside"}],
+        [{"type": "image", "image": file.getvalue()}, {"type": "text", "text": "inside"}],
     ]
 
 
 @pytest.mark.slow
 def test_calls_are_bounded_in_time_and_length(script: Path) -> None:
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    bounds: dict[str, Any] = {"max_result_characters": 10, "max_argument_characters": 200}
+    bounds: dict[str, Any] = {"max_result_characters": 10.0, "max_argument_characters": 200}
     with MCPTools([sys.executable, str(script)], allow=["slow", "long", "fail"], env=env, **bounds) as tools:
         assert [tool.__name__ for tool in tools] == ["fail", "slow", "long"]
         tools._seconds = 1.0
@@ -201,6 +209,30 @@ def test_a_result_that_breaks_its_schema_loses_no_server(monkeypatch: pytest.Mon
         monkeypatch.undo()
         assert not tools._connection.is_lost
         assert asyncio.run(tools.call("tell", {})) == "a"
+
+
+def test_a_server_that_has_begun_anew_is_connected_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forgotten(*_: Any, **__: Any) -> None:
+        raise importlib.import_module("mcp.shared.exceptions").MCPError(-32600, "Session not found")
+
+    server = importlib.import_module("mcp.server.mcpserver").MCPServer("sessions")
+    server.add_tool(giving("a"), name="tell", description="?")
+    monkeypatch.setattr(importlib.import_module("mcp").Client, "call_tool", forgotten)
+    with MCPTools(server) as tools:
+        with pytest.raises(MemsafeError, match=r"is gone \(Session not found\); the next call starts anew"):
+            asyncio.run(tools.call("tell", {}))
+        monkeypatch.undo()
+        assert asyncio.run(tools.call("tell", {})) == "a"
+
+
+@pytest.mark.slow
+def test_a_server_that_hangs_at_its_start_is_ended(tmp_path: Path) -> None:
+    note = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    with pytest.raises(ConfigError, match="did not answer within 3 seconds"):
+        MCPTools([sys.executable, "-c", note], timeout_seconds=3)
+    pid = int((tmp_path / "pid").read_text())
+    left = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
+    assert psutil.wait_procs(left, timeout=30)[1] == []
 
 
 @pytest.mark.slow
