@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,23 +81,25 @@ def test_a_step_that_is_abandoned_is_resumed_from_its_beginning(tmp_path: Path, 
     whole = make_trainer(tmp_path / "whole", **SAVING)
     whole.train()
     rewarded: list[int] = []
+    asked: list[float] = []
     grace = {"twice": 60.0, "no grace": 0.0}.get(manner, 0.05)
 
     def reward(completions: list[str], **columns: Any) -> list[float]:
         rewarded.append(1)
         if len(rewarded) == 3:
+            asked.append(time.monotonic())
             signal.raise_signal(signal.SIGTERM)
             if manner == "twice":
                 signal.raise_signal(signal.SIGTERM)
             if manner == "grace over while it waits":
                 threading.Event().wait(60)
-                raise AssertionError("nobody woke it")
             while True:
                 pass
         return count_digits(completions, **columns)
 
     with pytest.raises(TrainingInterrupted, match="SIGTERM"):
         make_trainer(tmp_path / "run", reward_funcs=reward, interrupt_grace_seconds=grace, **SAVING).train()
+    assert time.monotonic() - asked[0] < 50
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2"]
     second = make_trainer(tmp_path / "run", **SAVING)
     second.train(resume_from_checkpoint=True)
