@@ -1,7 +1,4 @@
-"""Fills in and checks a configuration: every setting by itself, then what must fit together.
-
-The texts of refusals are in `refusals.yaml` beside this file.
-"""
+"""Fills in and checks a configuration, one setting at a time, then together; texts are in `refusals.yaml`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A rank that fails never leaves the others waiting. Before any collective all ranks exchange a word: whether one of them
 has failed, and the sizes of what follows. A rank that cannot continue takes part in one last exchange, `fail`; the
-others learn of it at their next collective, whichever that is, and end with its reason. One that ran out of memory and
-tries again needs no word: the others wait at their next collective (with divided weights see `shards`).
+others learn of it at their next collective, whichever that is, and end with its reason. For one that ran out of memory
+and tries again they wait there (with divided weights see `shards`).
 
 So that no failure falls between an exchange and its collective, everything that can fail is done before or after:
 objects are turned into bytes, gradients are complete, Ctrl+C is held back, and the communication itself works in place,

@@ -183,6 +183,7 @@ class TrainingLoop:
         if state.rollout is None:
             state.rollout = self.collect()
         result = self.learner.step(state)
+        randoms = self.setup.parallel.gather([self.setup.recovery.repeat(Stage.PREPARE, capture_random_state)])
         self.report.call_event("on_pre_optimizer_step", state)
         with uninterrupted():  # from here to the cursor nothing is read from the device
             self.learner.commit(state.step)
@@ -192,7 +193,7 @@ class TrainingLoop:
             self._advance(metrics)
             state.ending, state.progress.epoch = Ending(state.progress.epoch), self._epoch()
             self.report.record_step(state, metrics)
-            state.random = None
+            state.random, state.rank_randoms = None, randoms
             self.setup.committed.uncounted = False
         share = None if result.sample is None else self.setup.recovery.repeat(Stage.MEASURE, result.sample.lost_share)
         if share is not None:  # of half-precision weights, those that the step did not move

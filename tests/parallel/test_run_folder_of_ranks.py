@@ -12,6 +12,7 @@ from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.errors import MemsafeError, TrainingInterrupted
 from memsafe_rl.records import read_lines
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
+from tests.tiny import tiny_model
 from tests.trainers.helpers import make_trainer, weights
 from tests.training.test_interrupts import At
 
@@ -29,6 +30,14 @@ def noisy(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
 
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 9}
 SETTINGS |= {"reward_funcs": noisy}
+
+
+def dropping() -> Any:
+    model = tiny_model("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    return model
 
 
 def end_of(trainer: Any, resume: bool = False) -> str:
@@ -56,6 +65,14 @@ def go_through_it(rank: int, port: int, folder: str) -> None:
     mended = make_trainer(Path(folder) / "broken", **SETTINGS)
     found["mended"] = end_of(mended, resume=True)
     found["same after an error"] = torch.equal(weights(mended), weights(whole))
+    drops = {**SETTINGS, "disable_dropout": False}
+    untroubled = make_trainer(Path(folder) / "dropout", model=dropping(), **drops)
+    untroubled.train()
+    fails = [At("on_step_end", 2, lambda: 1 / 0)] if rank == 1 else []
+    found["dropped"] = end_of(make_trainer(Path(folder) / "dropped", model=dropping(), callbacks=fails, **drops))
+    again = make_trainer(Path(folder) / "dropped", model=dropping(), **drops)
+    end_of(again, resume=True)
+    found["same after an update that drew"] = torch.equal(weights(again), weights(untroubled))
     torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
@@ -71,6 +88,7 @@ def test_ranks_stop_resume_and_are_refused_together(tmp_path: Path) -> None:
         assert found["same"]
         assert found["mended"] == "finished"
         assert found["same after an error"]
+        assert found["same after an update that drew"]
     assert ranks[1]["broken"] == "ZeroDivisionError: the judge is away"
     assert "checkpoint-2" in [path.name for path in checkpoints(tmp_path / "broken")]
     assert "which holds checkpoint-2 of an earlier run" in ranks[0]["refused"]
