@@ -51,7 +51,7 @@ from memsafe_rl.config.unsupported import ALIASES, REFUSED
 from memsafe_rl.config.validation import ENUMS, REGISTRIES
 from memsafe_rl.errors import ConfigError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy
-from memsafe_rl.ops.advantages import AdvantageEstimator
+from memsafe_rl.ops.advantages import ESTIMATORS, AdvantageEstimator
 from memsafe_rl.training.assembly.inputs import chosen_policy
 from memsafe_rl.types import LossSettings, SamplingSettings
 
@@ -1012,6 +1012,13 @@ def test_everything_follows_from_one_declaration() -> None:
     assert "--look_ahead" in help_of_parsers
     assert "Steps ahead, in tokens" in help_of_parsers
     assert "horizon" not in GRPOSettings.declared
+
+
+def test_help_names_every_estimator_of_advantages() -> None:
+    told = GRPOSettings.declared["advantage_estimator"].help
+    own = [name for name, one in ESTIMATORS.items() if one.function.__module__.startswith("memsafe_rl.")]
+    assert [name for name in own if f"'{name}'" not in told] == []
+    assert len(own) == 8
 
 
 def test_settings_are_given_by_name() -> None:
