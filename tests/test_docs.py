@@ -134,7 +134,7 @@ def test_the_policy_of_the_docs_plans() -> None:
 
 @pytest.mark.slow
 def test_the_parts_of_a_users_own_train_together(tmp_path: Path) -> None:
-    scope: dict[str, Any] = {"__name__": "docs"}
+    scope: dict[str, Any] = {"__name__": __name__}  # whose types a declared setting looks up
     for block in blocks((ROOT / "docs" / "extending.md").read_text(), "python"):
         exec(block, scope)
     engine = make_trainer(tmp_path, rollout_engine=scope["by_hand"], loss_type="squared", max_steps=1)

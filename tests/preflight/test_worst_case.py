@@ -17,7 +17,6 @@ from memsafe_rl.errors import DataError, MemoryBudgetError
 from memsafe_rl.memory.planning.policies import AdaptivePolicy, FixedPolicy
 from memsafe_rl.memory.simulated.device import SimulatedMemory
 from memsafe_rl.models.decoding.padded import PaddedState
-from memsafe_rl.models.language import causal_lm
 from memsafe_rl.models.language.causal_lm import CausalLMAdapter
 from memsafe_rl.preflight import worst_case as probe_module
 from memsafe_rl.preflight.worst_case import check_worst_case, find_longest
@@ -217,7 +216,7 @@ def test_chunks_between_the_first_and_the_last_are_not_read_and_change_no_byte(
 
 @pytest.mark.slow
 def test_a_cache_that_only_grows_by_reading_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal_lm, "_can_share_prompts", lambda *_: False)
+    monkeypatch.setattr(CausalLMAdapter, "joins", property(lambda _: False, lambda *_: None))
     monkeypatch.setattr(PaddedState, "stretch", lambda *_: False)
     with SimulatedMemory():
         trainer = late_run(

@@ -196,11 +196,11 @@ def raises_cancelled() -> None:
 
 
 def test_what_ends_the_loop_between_two_rollouts_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    ended = threading.Event()
+    between = threading.Event()
 
     async def leave() -> None:
-        await asyncio.sleep(0.05)
-        ended.set()
+        while not between.is_set():
+            await asyncio.sleep(0.01)
         raise SystemExit(4)
 
     async def judge(**_: Any) -> list[float]:
@@ -208,12 +208,13 @@ def test_what_ends_the_loop_between_two_rollouts_is_logged(caplog: pytest.LogCap
         return [0.5, 0.25]
 
     left: list[asyncio.Task[None]] = []
-    runner = RewardRunner(judge)
-    for _ in range(2):
+    runner, last = RewardRunner(judge), time.monotonic() + 60
+    for rollout in (1, 2):
         runner.begin(PROMPTS, COMPLETIONS, IDS).result()
-        assert ended.wait(10)
-        ended.clear()
-        time.sleep(0.05)
+        between.set()
+        while len(caplog.records) < rollout and time.monotonic() < last:
+            time.sleep(0.01)
+        between.clear()
     runner.close()
     assert ["ended between two rollouts" in record.message for record in caplog.records] == [True, True]
 
