@@ -143,6 +143,19 @@ def tiny_model(
     return model.to(dtype).eval()
 
 
+def dropping_model() -> Any:
+    """Builds a tiny GPT-2 that drops three of ten states while it trains.
+
+    Returns:
+        The model.
+    """
+    model = tiny_model("gpt2")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    return model
+
+
 def tiny_tokenizer(
     vocab_size: int | None = None, chat: bool = False, pad: bool = True, eos: bool = True
 ) -> PreTrainedTokenizerFast:

@@ -12,7 +12,7 @@ from memsafe_rl.checkpoint.store import checkpoints
 from memsafe_rl.errors import MemsafeError, TrainingInterrupted
 from memsafe_rl.records import read_lines
 from tests.parallel.test_ranks import PATIENCE_SECONDS, run_ranks, set_up_rank
-from tests.tiny import tiny_model
+from tests.tiny import dropping_model
 from tests.trainers.helpers import make_trainer, weights
 from tests.training.test_interrupts import At
 
@@ -30,14 +30,6 @@ def noisy(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
 
 SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 9}
 SETTINGS |= {"reward_funcs": noisy}
-
-
-def dropping() -> Any:
-    model = tiny_model("gpt2")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.3
-    return model
 
 
 def end_of(trainer: Any, resume: bool = False) -> str:
@@ -66,11 +58,11 @@ def go_through_it(rank: int, port: int, folder: str) -> None:
     found["mended"] = end_of(mended, resume=True)
     found["same after an error"] = torch.equal(weights(mended), weights(whole))
     drops = {**SETTINGS, "disable_dropout": False}
-    untroubled = make_trainer(Path(folder) / "dropout", model=dropping(), **drops)
+    untroubled = make_trainer(Path(folder) / "dropout", model=dropping_model(), **drops)
     untroubled.train()
     fails = [At("on_step_end", 2, lambda: 1 / 0)] if rank == 1 else []
-    found["dropped"] = end_of(make_trainer(Path(folder) / "dropped", model=dropping(), callbacks=fails, **drops))
-    again = make_trainer(Path(folder) / "dropped", model=dropping(), **drops)
+    found["dropped"] = end_of(make_trainer(Path(folder) / "dropped", model=dropping_model(), callbacks=fails, **drops))
+    again = make_trainer(Path(folder) / "dropped", model=dropping_model(), **drops)
     end_of(again, resume=True)
     found["same after an update that drew"] = torch.equal(weights(again), weights(untroubled))
     torch.save(found, Path(folder) / f"{rank}.pt")

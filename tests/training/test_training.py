@@ -17,7 +17,7 @@ from memsafe_rl.trainers.grpo import GRPOTrainer
 from memsafe_rl.training.loop import collect
 from memsafe_rl.training.scorer import Scorer
 from memsafe_rl.types import MemoryState, RolloutPlan, RolloutWork, UpdatePlan, UpdateWork
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import dropping_model, tiny_model, tiny_tokenizer
 from tests.trainers.helpers import PROMPTS, count_digits, cut, gradient_under, make_trainer, relative, weights
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -494,16 +494,9 @@ def test_a_step_without_any_advantage_still_moves_momentum_and_decay(tmp_path: P
 
 @pytest.mark.slow
 def test_dropout_is_off_in_the_update_unless_asked_for(tmp_path: Path) -> None:
-    def noisy_model() -> Any:
-        model = tiny_model("gpt2")
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.3
-        return model
-
-    quiet = [gradient_of(make_trainer(tmp_path, model=noisy_model(), policy=cut(tokens))) for tokens in (8192, 1)]
+    quiet = [gradient_of(make_trainer(tmp_path, model=dropping_model(), policy=cut(tokens))) for tokens in (8192, 1)]
     assert relative(quiet[1], quiet[0]) < 1e-6
-    noisy = gradient_of(make_trainer(tmp_path, model=noisy_model(), disable_dropout=False))
+    noisy = gradient_of(make_trainer(tmp_path, model=dropping_model(), disable_dropout=False))
     assert relative(noisy, quiet[0]) > 1e-2
 
 
